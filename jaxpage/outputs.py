@@ -1,0 +1,45 @@
+"""What a request gives back: frozen results, cumulative while a request streams."""
+
+from dataclasses import dataclass, field
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Moments of one request, in seconds since the Unix epoch; None while they have not happened."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token (TTFT)."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One generated sequence. `text` and `token_ids` are cumulative and never take anything back."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """One of `FINISH_REASONS`, or None while the sequence grows."""
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended the sequence; None for end-of-sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request and what it has generated so far."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt as text, when it was given as text."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=0.0))

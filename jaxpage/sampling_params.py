@@ -1,0 +1,100 @@
+"""What a request may ask of the sampler. In: keyword options. Out: a checked, immutable `SamplingParams`."""
+
+import math
+
+import msgspec
+
+from jaxpage.errors import RequestError
+
+MAX_STOP_TOKEN_IDS = 64
+"""Stop token ids that one request may carry, the model's EOS list included (their places on the device)."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Options of one request; every field is checked when the object is made.
+
+    Raises `RequestError` that names the field, its value and what is allowed.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy; otherwise up to 2. Values below 0.01 are raised to 0.01."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; in (0, 1]."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 or -1 is off, more than the vocabulary is off."""
+    min_p: float = 0.0
+    """Drop tokens below this fraction of the most probable one; in [0, 1]."""
+    seed: int | None = None
+    """Any int64 but -1: the same tokens whatever shares the batch. None or -1: a fresh seed per request."""
+    max_tokens: int | None = 16
+    """Most tokens to generate, at least 1; None: to the end of the context."""
+    min_tokens: int = 0
+    """End-of-sequence and stop tokens are masked, and stop strings not obeyed, before this many tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output; the earliest to complete wins and is cut off."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the output."""
+    include_stop_str_in_output: bool = False
+    """Leave the stop string at the end of the text."""
+    ignore_eos: bool = False
+    """Generate past end-of-sequence tokens."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, _is_number(self.temperature) and 0 <= self.temperature <= 2, "in [0, 2]")
+        _check("top_p", self.top_p, _is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]")
+        _check("top_k", self.top_k, _is_int(self.top_k) and self.top_k >= -1, "-1 or 0 (off), or at least 1")
+        _check("min_p", self.min_p, _is_number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]")
+        _check(
+            "seed", self.seed, self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63), "an int64"
+        )
+        _check(
+            "max_tokens",
+            self.max_tokens,
+            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
+            "at least 1, or None for the rest of the context",
+        )
+        _check("min_tokens", self.min_tokens, _is_int(self.min_tokens) and self.min_tokens >= 0, "at least 0")
+        if self.max_tokens is not None:
+            _check(
+                "min_tokens", self.min_tokens, self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}"
+            )
+        if isinstance(self.stop, str):
+            raise RequestError(f"stop must be a sequence of strings, not {self.stop!r}: write ({self.stop!r},)", "stop")
+        for text in self.stop:
+            _check("stop", text, isinstance(text, str) and text != "", "non-empty strings")
+        for token_id in self.stop_token_ids:
+            _check("stop_token_ids", token_id, _is_int(token_id) and token_id >= 0, "token ids >= 0")
+        _check(
+            "stop_token_ids",
+            f"{len(self.stop_token_ids)} ids",
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            f"at most {MAX_STOP_TOKEN_IDS} ids",
+        )
+        # Frozen is for callers: sequences become tuples here, once, so that a list may be given.
+        msgspec.structs.force_setattr(self, "stop", tuple(self.stop))
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def effective_temperature(self) -> float:
+        """The temperature that divides the logits; tiny ones are raised so that they cannot overflow."""
+        return 0.0 if self.greedy else max(self.temperature, 0.01)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check(field: str, value: object, ok: bool, allowed: str) -> None:
+    if not ok:
+        raise RequestError(f"{field} is {value!r}: it must be {allowed}", field)
