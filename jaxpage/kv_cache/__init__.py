@@ -1,0 +1,1 @@
+"""Host-side bookkeeping of the paged KV cache. No JAX."""

@@ -1,0 +1,55 @@
+"""The one table of padded step shapes. Every compiled step program belongs to one bucket."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """The padded shape of a step. Sorts by cost."""
+
+    num_tokens: int
+    num_rows: int
+    max_query_len: int
+    """1 in a pure decode, where tokens and rows are one and the same."""
+
+    def fits(self, num_tokens: int, num_rows: int, max_query_len: int) -> bool:
+        """Whether a step of this size can run in the bucket."""
+        return num_tokens <= self.num_tokens and num_rows <= self.num_rows and max_query_len <= self.max_query_len
+
+
+_FEW_ROWS = 8
+
+
+def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]:
+    """The table, smallest first.
+
+    Decode: 4, 8, 16, 32, ... rows (fewer cost what 4 do). With prompts: 16, 64, 256, ... tokens; the small ones for a
+    few rows, as a lone request's first token should not wait for the logits of a full batch, the large ones for all.
+    """
+    buckets = set()
+    rows = 4
+    while rows < max_num_seqs:
+        buckets.add(Bucket(rows, rows, 1))
+        rows *= 2
+    buckets.add(Bucket(max_num_seqs, max_num_seqs, 1))
+    num_tokens = 16
+    while num_tokens < max_num_batched_tokens:
+        rows = min(max_num_seqs, num_tokens if num_tokens > 64 else _FEW_ROWS)
+        buckets.add(Bucket(num_tokens, rows, num_tokens))
+        num_tokens *= 4
+    buckets.add(Bucket(max_num_batched_tokens, max_num_seqs, max_num_batched_tokens))
+    return sorted(buckets)
+
+
+def first_buckets(buckets: Collection[Bucket]) -> list[Bucket]:
+    """The least that serves everything: the largest decode and the largest mixed step."""
+    decode = max(bucket for bucket in buckets if bucket.max_query_len == 1)
+    return [max(buckets), decode] if max(buckets) != decode else [decode]
+
+
+def choose_bucket(buckets: Collection[Bucket], num_tokens: int, num_rows: int, max_query_len: int) -> Bucket:
+    """The cheapest of `buckets` that a step fits in."""
+    fitting = [bucket for bucket in buckets if bucket.fits(num_tokens, num_rows, max_query_len)]
+    assert fitting, f"no bucket for {num_tokens} tokens, {num_rows} rows, queries of {max_query_len}"
+    return min(fitting)

@@ -1,0 +1,54 @@
+"""What stays on the device from one step to the next: a row for every request that runs."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BatchState:
+    """The device-resident batch. Rows without a request hold left-overs that no plan names."""
+
+    token_ids: jax.Array  # [rows, max_model_len] int32, prompt and output
+    num_tokens: jax.Array  # [rows] int32, known tokens
+    num_prompt_tokens: jax.Array  # [rows] int32
+    num_computed_tokens: jax.Array  # [rows] int32, tokens whose KV is written: the truth
+    block_tables: jax.Array  # [rows, max_blocks] int32
+    temperature: jax.Array  # [rows] float32
+    top_k: jax.Array  # [rows] int32
+    top_p: jax.Array  # [rows] float32
+    min_p: jax.Array  # [rows] float32
+    seed: jax.Array  # [rows, 2] uint32
+    min_tokens: jax.Array  # [rows] int32, output tokens before a stop token may come
+    stop_token_ids: jax.Array  # [rows, MAX_STOP_TOKEN_IDS] int32, maximal where unused
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_ids.shape[0]
+
+
+def empty_state(num_rows: int, max_model_len: int, block_size: int, max_stop_token_ids: int) -> BatchState:
+    """A batch without requests."""
+
+    def ints() -> jax.Array:  # every field has an array of its own: all are donated
+        return jnp.zeros(num_rows, jnp.int32)
+
+    def floats() -> jax.Array:
+        return jnp.zeros(num_rows, jnp.float32)
+
+    return BatchState(
+        token_ids=jnp.zeros((num_rows, max_model_len), jnp.int32),
+        num_tokens=ints(),
+        num_prompt_tokens=ints(),
+        num_computed_tokens=ints(),
+        block_tables=jnp.zeros((num_rows, -(-max_model_len // block_size)), jnp.int32),
+        temperature=floats(),
+        top_k=ints(),
+        top_p=floats(),
+        min_p=floats(),
+        seed=jnp.zeros((num_rows, 2), jnp.uint32),
+        min_tokens=ints(),
+        stop_token_ids=jnp.full((num_rows, max_stop_token_ids), jnp.iinfo(jnp.int32).max, jnp.int32),
+    )

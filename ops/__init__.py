@@ -1,0 +1,1 @@
+"""The arithmetic: plain functions over arrays, with no jit and no state. Imports nothing of ours."""

@@ -1,0 +1,34 @@
+"""Matrix products with weights, in the layout that checkpoints have: [out, in]."""
+
+import jax
+import jax.numpy as jnp
+
+# Up to this many rows XLA's CPU matmul is fastest with the weight as its left operand (see `_linear_cpu`).
+_MAX_WEIGHT_FIRST_ROWS = 48
+
+
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """x @ weight.T (+ bias), with any number of output axes.
+
+    x: [tokens, in]; weight: [..., in]; bias: [...]. Returns [tokens, ...] in x's dtype.
+    """
+    if x.shape[0] <= _MAX_WEIGHT_FIRST_ROWS:
+        y = jax.lax.platform_dependent(x, weight, cpu=_linear_weight_first, default=_linear)
+    else:
+        y = _linear(x, weight)
+    return y if bias is None else y + bias
+
+
+def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, weight, (((1,), (weight.ndim - 1,)), ((), ())))
+
+
+def _linear_weight_first(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The same product as (weight @ x.T).T.
+
+    XLA's CPU backend repacks the right operand of every matmul; with few rows of x that must not be the weight.
+    Measured at 576 x 3072 in float32 on 2 cores, 8 rows: 38 GFLOP/s against 8 for x @ w and 20 for x @ w.T. The
+    barrier keeps XLA from folding the transpose back into the product.
+    """
+    product = jax.lax.dot_general(weight, x, (((weight.ndim - 1,), (1,)), ((), ())))
+    return jnp.moveaxis(jax.lax.optimization_barrier(product), -1, 0)

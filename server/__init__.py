@@ -1,0 +1,1 @@
+"""The HTTP face: OpenAI's completions and chat protocol over `jaxpage.async_engine`."""

@@ -1,0 +1,74 @@
+"""What an exception looks like to a client.
+
+In: any exception that ends a request. Out: an HTTP status and OpenAI's error object. What is not jaxpage's own is told
+to the log, never to the client.
+"""
+
+import logging
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from jaxpage.errors import EngineDeadError, RequestError
+
+logger = logging.getLogger(__name__)
+
+
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    """The inside of OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    """OpenAI's error object: the body of every response that is not 2xx, and of an error inside a stream."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A request ends with this HTTP status; `code` is OpenAI's machine-readable word for it."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+def shutting_down() -> ApiError:
+    """Why a request is refused, or ended early, once the server has been told to stop."""
+    return ApiError(503, "the server is shutting down: send the request to another one", code="shutting_down")
+
+
+def describe(error: Exception) -> tuple[int, ErrorBody]:
+    """The HTTP status and the body that tell a client about `error`."""
+    match error:
+        case ApiError():
+            status, message, param, code = error.status, str(error), error.param, error.code
+        case RequestError():
+            status, message, param, code = 400, str(error), error.param, None
+        case EngineDeadError():
+            status, message, param, code = 503, str(error), None, "engine_dead"
+        case HTTPException():
+            status, message, param, code = error.status_code, error.detail, None, None
+        case _:
+            status, message, param, code = 500, "internal server error: the server's log has the cause", None, None
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return status, ErrorBody(ErrorDetail(message=message, type=kind, param=param, code=code))
+
+
+def is_unexpected(error: Exception) -> bool:
+    """Whether `error` is a fault of ours, whose traceback belongs in the log."""
+    return not isinstance(error, ApiError | RequestError | EngineDeadError | HTTPException)
+
+
+def error_response(error: Exception) -> Response:
+    """`error` as a whole HTTP response."""
+    status, body = describe(error)
+    headers = error.headers if isinstance(error, HTTPException) else None
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

@@ -1,0 +1,127 @@
+"""The engine's streams behind one HTTP request, from the first token to the last.
+
+In: the request's streams, one per choice. Out: one merged stream of updates, which ends early and frees what it holds
+in the engine when the client leaves, when the engine fails or when the server's time is up.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from jaxpage.outputs import CompletionOutput
+from jaxpage.server.errors import ApiError
+from jaxpage.server.protocol import Usage
+
+if TYPE_CHECKING:
+    from jaxpage.async_engine import RequestStream
+
+
+class Generation:
+    """The choices of one request, prompt-major: choice `i` belongs to prompt `i // n`.
+
+    Each stream is pumped by its own task into a place that holds its newest output only. Outputs are cumulative, so a
+    client that reads slowly gets larger steps and never a backlog.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence["RequestStream"],
+        num_prompt_tokens: int,
+        on_close: Callable[["Generation"], None],
+    ) -> None:
+        self.num_choices = len(streams)
+        self.num_prompt_tokens = num_prompt_tokens
+        self._streams = streams
+        self._on_close = on_close
+        self._latest: dict[int, CompletionOutput] = {}
+        self._num_completion_tokens = [0] * len(streams)
+        self._num_open = len(streams)
+        self._failure: Exception | None = None
+        self._changed = asyncio.Event()
+        self._pumps = [asyncio.create_task(self._pump(index, stream)) for index, stream in enumerate(streams)]
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far: a prompt counts once, however many choices it has."""
+        completion_tokens = sum(self._num_completion_tokens)
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=self.num_prompt_tokens + completion_tokens,
+        )
+
+    async def started(self) -> None:
+        """Returns once there is something to send. Raises what has gone wrong before that."""
+        await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def updates(self) -> AsyncIterator[tuple[int, CompletionOutput]]:
+        """Choice index and cumulative output, whenever one has grown. Raises what ends the request early."""
+        while True:
+            self._changed.clear()
+            for index in sorted(self._latest):
+                yield index, self._latest.pop(index)
+            if self._failure is not None:
+                raise self._failure
+            if not self._num_open and not self._latest:
+                return
+            await self._changed.wait()
+
+    async def finished(self) -> list[CompletionOutput]:
+        """The final output of every choice. Raises what ends the request early."""
+        final = {index: output async for index, output in self.updates()}
+        return [final[index] for index in range(self.num_choices)]
+
+    def fail(self, error: Exception) -> None:
+        """End the request with `error`, unless it has already failed."""
+        self._failure = self._failure or error
+        self._changed.set()
+
+    def close(self) -> None:
+        """Free everything the request holds; safe at any time and more than once."""
+        for pump in self._pumps:
+            pump.cancel()
+        for stream in self._streams:
+            stream.abort()
+        self._on_close(self)
+
+    async def _pump(self, index: int, stream: "RequestStream") -> None:
+        finish_reason: str | None = None
+        try:
+            async for request_output in stream:
+                output = request_output.outputs[0]
+                finish_reason = output.finish_reason
+                if finish_reason not in ("abort", "error"):
+                    self._num_completion_tokens[index] = len(output.token_ids)
+                    self._latest[index] = output
+                    self._changed.set()
+            if finish_reason not in ("stop", "length"):
+                raise ApiError(500, f"the engine ended the request early: {finish_reason}", code="engine_error")
+        except Exception as error:
+            self.fail(error)
+        finally:
+            self._num_open -= 1
+            self._changed.set()
+
+
+async def unless_disconnected[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled as soon as the client leaves. Raises `ClientDisconnect` then."""
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,162 @@
+"""The server's life, from binding the port to the exit code.
+
+In: options. Out: an exit code, 0 after a signal and 1 after a failure. The port is taken before anything is loaded.
+
+    bind ── load ── serve ──┬─ signal ─ refuse new requests ─ wait ─ end open requests ─┬─ stop the engine ─ exit
+                            └─ engine dies (it ends the open requests) ─────────────────┘
+
+The first SIGTERM or SIGINT gives running requests `shutdown_timeout` seconds, a second one none. It may come at any
+time, also while the model loads.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from jaxpage.config import EngineConfig, ServerConfig
+from jaxpage.errors import ConfigError, JaxpageError
+from jaxpage.server.app import build_app
+from jaxpage.server.service import Service
+
+if TYPE_CHECKING:
+    from jaxpage.async_engine import AsyncEngine
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
+KEEP_ALIVE_SECONDS = 60
+"""How long an idle connection is kept; longer than clients' pools do, so that they close first."""
+FLUSH_SECONDS = 0.5
+"""How long a client may take to read the end of a response that was ended for it."""
+
+
+def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Serve until a signal or a failure; returns the exit code. Failures are logged in one line, never raised."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        listener = bind(server_config.host, server_config.port)
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 1
+    # Imported only now: it brings the tokenizer's libraries, and a taken port is told at once.
+    from jaxpage.async_engine import AsyncEngine
+
+    with contextlib.closing(listener):
+        return asyncio.run(run(AsyncEngine(engine_config), listener, server_config))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `ConfigError` that names host and port if they cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address, family=family, backlog=BACKLOG)  # with SO_REUSEADDR: restarts bind at once
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}: free the port or choose another with --port"
+        ) from error
+
+
+async def run(engine: "AsyncEngine", listener: socket.socket, server_config: ServerConfig) -> int:
+    """Load `engine`, serve it on `listener`, stop both; returns the exit code."""
+    app = build_app(engine, server_config.served_model_name or engine.model_name)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+    )
+    server = Server(config)
+    with signals() as signalled:
+        try:
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            told = asyncio.create_task(signalled.get())
+            failing = asyncio.create_task(run_engine(engine, app.state.service.model_name, url_of(listener)))
+            await asyncio.wait({serving, told, failing}, return_when=asyncio.FIRST_COMPLETED)
+            if told.done():
+                logger.info("%s: running requests have %g s", told.result(), server_config.shutdown_timeout)
+                await stop(server, serving, app.state.service, signalled, server_config.shutdown_timeout)
+                return 0
+            await stop(server, serving, app.state.service, signalled, FLUSH_SECONDS)
+            return 1
+        finally:
+            for task in (serving, told, failing):
+                task.cancel()
+            await asyncio.gather(serving, told, failing, return_exceptions=True)
+            await engine.shutdown()
+
+
+async def run_engine(engine: "AsyncEngine", model_name: str, url: str) -> None:
+    """Load `engine` and watch it. Returns, having logged why, when it could not start or has died."""
+    print(f"listening on {url} while {model_name} loads", flush=True)
+    try:
+        await engine.start()
+        await engine.wait_ready()
+    except JaxpageError as error:
+        logger.error("cannot serve %s: %s", model_name, error)
+        return
+    except Exception:
+        logger.exception("cannot serve %s", model_name)
+        return
+    message = json.dumps({"messages": [{"role": "user", "content": "What is a cat?"}], "max_tokens": 32})
+    print(f"ready: {model_name} at {url}/v1, at most {engine.max_model_len} tokens per request; try", flush=True)
+    print(f"  curl {url}/v1/chat/completions -d '{message}'", flush=True)
+    await engine.wait_dead()
+    logger.error("the engine died: open requests end with an error, the server stops")
+
+
+async def stop(
+    server: "Server", serving: asyncio.Task[None], service: Service, signalled: asyncio.Queue[str], grace: float
+) -> None:
+    """Refuse new requests, give the running ones `grace` seconds or until a signal, then end them."""
+    service.draining = True
+    server.should_exit = True
+    again = asyncio.create_task(signalled.get())
+    await asyncio.wait({serving, again}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    service.end_open_requests()
+    await asyncio.wait({serving}, timeout=FLUSH_SECONDS)
+    for connection in tuple(server.server_state.connections):  # of clients that do not read
+        connection.transport.abort()
+    await asyncio.wait({serving}, timeout=FLUSH_SECONDS)
+
+
+class Server(uvicorn.Server):
+    """uvicorn without signal handling of its own, which would end the process before the engine is stopped."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leaves signals alone."""
+        yield
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[asyncio.Queue[str]]:
+    """A queue of the names of the SIGTERMs and SIGINTs that arrive meanwhile."""
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[str] = asyncio.Queue()
+    handled = (signal.SIGTERM, signal.SIGINT)
+    for number in handled:
+        loop.add_signal_handler(number, queue.put_nowait, number.name)
+    try:
+        yield queue
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)
+
+
+def url_of(listener: socket.socket) -> str:
+    """An address at which `listener` can be reached from this machine."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

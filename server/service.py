@@ -1,0 +1,102 @@
+"""What the routes share: the engine behind them, who may be served now, and the requests that are open.
+
+In: a route's HTTP request. Out: its body, within limits; its prompts admitted as a `Generation`; or the reason why not.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.server.errors import ApiError, shutting_down
+from jaxpage.server.generation import Generation
+
+if TYPE_CHECKING:
+    from jaxpage.async_engine import AsyncEngine, RequestStream
+
+MAX_BODY_BYTES = 16 * 2**20
+"""Longest request body; a longer one is answered with 413."""
+LONG_BODY_BYTES = 32 * 2**10
+"""From here on a request is encoded in a thread, so that tokens of others do not wait for it."""
+
+
+@dataclass(slots=True)
+class Service:
+    """One model served by one engine."""
+
+    engine: "AsyncEngine"
+    model_name: str
+    """The model's id in the API."""
+    draining: bool = False
+    """Set when the server has been told to stop: new requests are refused."""
+    open_generations: set[Generation] = field(default_factory=set)
+
+    def check_available(self) -> None:
+        """Raises a 503 while the engine loads, once it is dead, and when the server is shutting down."""
+        if self.engine.is_dead:
+            raise ApiError(503, "the engine is dead: restart the server", code="engine_dead")
+        if self.draining:
+            raise shutting_down()
+        if not self.engine.is_ready:
+            raise ApiError(503, f"{self.model_name} is still loading: try again in a moment", code="loading")
+
+    def check_model(self, name: str | None) -> None:
+        """Raises a 404 unless `name` is absent or the served model's; a trailing slash does not matter."""
+        if name is not None and self.model_name not in (name, name.rstrip("/")):
+            message = f"the model {name!r} does not exist: this server serves {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def admit(self, request_id: str, prompts: Sequence[tuple[list[int], list[SamplingParams]]]) -> Generation:
+        """Start every choice of every prompt; all or nothing. Raises `RequestError` or `EngineDeadError`.
+
+        `prompts`: token ids, and the options of each choice. Whoever admits must close.
+        """
+        streams: list[RequestStream] = []
+        try:
+            for token_ids, choices in prompts:
+                for params in choices:
+                    stream_id = f"{request_id}-{len(streams)}"
+                    streams.append(self.engine.add_request(token_ids, params, request_id=stream_id))
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+            raise
+        num_prompt_tokens = sum(len(token_ids) for token_ids, _ in prompts)
+        generation = Generation(streams, num_prompt_tokens, on_close=self.open_generations.discard)
+        self.open_generations.add(generation)
+        return generation
+
+    def end_open_requests(self) -> None:
+        """End what is still running with a 503, in a stream with an error event: the server's time is up."""
+        for generation in tuple(self.open_generations):
+            generation.fail(shutting_down())
+
+
+def service_of(request: Request) -> Service:
+    """The service that the application of `request` was built with."""
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+async def read_body(request: Request) -> bytes:
+    """The body of `request`. Raises a 413 if it is too long, after reading on a while so that the client hears it."""
+    size = 0
+    chunks: list[bytes] = []
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= MAX_BODY_BYTES:
+            chunks.append(chunk)
+        elif size > 4 * MAX_BODY_BYTES:
+            break
+    if size > MAX_BODY_BYTES:
+        raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes", code="request_too_large")
+    return b"".join(chunks)
+
+
+async def encode[T](body: bytes, work: Callable[[], T]) -> T:
+    """The result of `work`, which encodes what `body` holds."""
+    return work() if len(body) < LONG_BODY_BYTES else await asyncio.to_thread(work)

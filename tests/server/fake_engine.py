@@ -1,0 +1,203 @@
+"""An engine of a few lines with `AsyncEngine`'s interface: one token per character, answers and faults by script.
+
+It runs on the server's event loop; tests read and set its flags from their own thread, and it polls them.
+"""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
+from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.sampling_params import SamplingParams
+
+POLL_SECONDS = 0.002
+VOCAB_SIZE = 0x110000
+FOREVER = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """How the fake answers a prompt. Seeded requests get their seed in front of the text."""
+
+    text: str = "Hello wörld, 漢字 🦙!"
+    stall_after: int = FOREVER
+    """Tokens after which nothing comes any more."""
+    fail_after: int = FOREVER
+    """Tokens after which `error` is raised."""
+    error: Exception = field(default_factory=lambda: RuntimeError("a fault of the engine's own"))
+    end_after: int = FOREVER
+    """Tokens after which the engine ends the request with `end_reason`."""
+    end_reason: str = "error"
+    delay: float = 0.0
+    """Seconds before each token."""
+
+
+class FakeEngine:
+    """`scripts` maps a piece of the prompt to how it is answered; other prompts get `Script()`."""
+
+    def __init__(
+        self,
+        model_name: str = "fake",
+        *,
+        max_model_len: int = 64,
+        max_num_seqs: int = 1000,
+        bos: bool = False,
+        load_seconds: float = 0.0,
+        load_error: JaxpageError | None = None,
+    ) -> None:
+        self.model_name = model_name
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.bos = bos
+        self.load_seconds = load_seconds
+        self.load_error = load_error
+        self.scripts: dict[str, Script] = {}
+        self.is_ready = False
+        self.is_dead = False
+        self.is_shut_down = False
+        self.waiting: list[FakeStream] = []
+        self.running: list[FakeStream] = []
+        self.seen_params: list[SamplingParams] = []
+        self.seen_template_kwargs: list[dict[str, Any]] = []
+        self.encoding_threads: list[int] = []
+
+    @property
+    def num_open(self) -> int:
+        """Requests that hold anything in the engine."""
+        return len(self.waiting) + len(self.running)
+
+    async def start(self) -> None:
+        pass
+
+    async def wait_ready(self) -> None:
+        await asyncio.sleep(self.load_seconds)
+        if self.load_error is not None:
+            raise self.load_error
+        self.is_ready = True
+
+    async def wait_dead(self) -> None:
+        while not self.is_dead:
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.encoding_threads.append(threading.get_ident())
+        return [1] * (self.bos and add_special_tokens) + [ord(character) for character in text]
+
+    def encode_chat(
+        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any
+    ) -> list[int]:
+        assert tools is None
+        self.seen_template_kwargs.append(template_kwargs)
+        if not messages:
+            raise RequestError("messages is empty", "messages")
+        return self.encode("".join(f"<{m.get('role')}>{_content_text(m.get('content'))}" for m in messages) + "<bot>")
+
+    def add_request(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, request_id: str | None = None
+    ) -> "FakeStream":
+        if self.is_dead:
+            raise EngineDeadError("the engine process is gone")
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise RequestError("prompt has no tokens", "prompt")
+        if not all(0 <= token_id < VOCAB_SIZE for token_id in ids):
+            raise RequestError(f"prompt has a token id that is not in [0, {VOCAB_SIZE})", "prompt")
+        if len(ids) + (params.max_tokens or 1) > self.max_model_len:
+            raise RequestError(
+                f"prompt has {len(ids)} tokens and max_tokens is {params.max_tokens}: "
+                f"max_model_len is {self.max_model_len}",
+                "prompt",
+            )
+        self.seen_params.append(params)
+        text = "".join(map(chr, ids))
+        script = next((script for piece, script in self.scripts.items() if piece in text), Script())
+        stream = FakeStream(self, request_id or "", ids, params, script)
+        self.waiting.append(stream)
+        return stream
+
+
+class FakeStream:
+    """The answer to one request, a character at a time."""
+
+    def __init__(
+        self, engine: FakeEngine, request_id: str, prompt_ids: list[int], params: SamplingParams, script: Script
+    ) -> None:
+        self.request_id = request_id
+        self.num_prompt_tokens = len(prompt_ids)
+        self._engine = engine
+        self._prompt_ids = prompt_ids
+        self._params = params
+        self._script = script
+        self._text = script.text if params.seed is None else f"{params.seed}:{script.text}"
+        room = engine.max_model_len - len(prompt_ids)
+        self._limit = room if params.max_tokens is None else params.max_tokens
+        self._num_tokens = 0
+        self._finished = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._finished:
+            raise StopAsyncIteration
+        await asyncio.sleep(self._script.delay)
+        while self in self._engine.waiting and len(self._engine.running) >= self._engine.max_num_seqs:
+            await self._pause()
+        if self in self._engine.waiting:
+            self._engine.waiting.remove(self)
+            self._engine.running.append(self)
+        while self._num_tokens >= self._script.stall_after:
+            await self._pause()
+        if self._num_tokens >= self._script.fail_after:
+            self.abort()
+            raise self._script.error
+        self._check_alive()
+        self._num_tokens += 1
+        return self._output()
+
+    def abort(self) -> None:
+        self._finished = True
+        for held in (self._engine.waiting, self._engine.running):
+            if self in held:
+                held.remove(self)
+
+    async def _pause(self) -> None:
+        self._check_alive()
+        await asyncio.sleep(POLL_SECONDS)
+
+    def _check_alive(self) -> None:
+        if self._engine.is_dead:
+            self.abort()
+            raise EngineDeadError("the engine process is gone")
+
+    def _output(self) -> RequestOutput:
+        text, finish_reason, stop_reason = self._text[: self._num_tokens], None, None
+        if self._num_tokens == len(self._text):
+            finish_reason = "stop"
+        if stops := [stop for stop in self._params.stop if stop in text]:
+            text, finish_reason, stop_reason = text[: text.index(stops[0])], "stop", stops[0]
+        elif self._num_tokens == self._limit:
+            finish_reason = "length"
+        elif self._num_tokens == self._script.end_after:
+            finish_reason = self._script.end_reason
+        elif finish_reason is None and any(stop.startswith(text[-1]) for stop in self._params.stop):
+            text = text[:-1]  # held back: it may be the start of a stop string
+        if finish_reason is not None:
+            self.abort()
+        token_ids = [ord(character) for character in self._text[: self._num_tokens]]
+        output = CompletionOutput(0, text, token_ids, finish_reason, stop_reason)
+        return RequestOutput(self.request_id, None, self._prompt_ids, [output], finish_reason is not None)
+
+
+def _content_text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        raise RequestError("messages has a part that is not text: this model reads text only", "messages")
+    return "\n".join(part["text"] for part in content)

@@ -1,0 +1,185 @@
+"""A11, A16, A24, A26: whatever a client sends, it gets OpenAI's error object and the server goes on."""
+
+import contextlib
+import json
+from typing import Any
+
+import httpx
+import pytest
+from conftest import events
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxpage.errors import RequestError
+from jaxpage.server.protocol import ChatRequest, CompletionRequest, decode
+from jaxpage.server.service import MAX_BODY_BYTES
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+VALID: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+    COMPLETIONS: {"prompt": "hi", "max_tokens": 2},
+}
+DEEP = 100_000
+
+
+def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error object of a refused request."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert isinstance(body["error"]["message"], str)
+    assert body["error"]["message"]
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"M",x}', b"[]", b'"hi"', b"null", b"123", b"", b"\xff", b'{"prompt":"\xff"}', b'{"prompt":"\\ud800"}',
+        b"{} x", b'{"seed":NaN}', b'{"temperature":1e999}', b"[" * DEEP, b'{"a":' * DEEP + b"1" + b"}" * DEEP, b"{}",
+    ],
+    ids=lambda body: repr(body[:20]),
+)  # fmt: skip
+def test_a11_a_body_that_is_no_request_is_refused(client: httpx.Client, path: str, body: bytes) -> None:
+    assert refusal(client.post(path, content=body))["type"] == "invalid_request_error"
+    assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a11_no_content_type_is_needed(client: httpx.Client, path: str) -> None:
+    response = client.post(path, content=json.dumps(VALID[path]).encode())
+    assert "content-type" not in response.request.headers
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        (path, field, value)
+        for path in (CHAT, COMPLETIONS)
+        for field, value in [
+            ("temperature", "hot"), ("temperature", 3), ("temperature", -1), ("temperature", True), ("top_p", 0),
+            ("top_k", -2), ("min_p", 2), ("n", 0), ("n", 1000), ("n", "2"), ("max_tokens", "5"), ("max_tokens", 2.5),
+            ("min_tokens", -1), ("min_tokens", 3), ("seed", 2**70), ("seed", 1.5), ("stop", ""), ("stop", [1]),
+            ("stop", [""]), ("stop", {}), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("stream", "yes"),
+            ("stream", 1), ("model", 5), ("ignore_eos", "no"), ("top_k", 10**30), ("stop_token_ids", [10**30]),
+        ]
+    ],
+)  # fmt: skip
+def test_a11_a_wrong_value_is_refused_by_the_fields_name(
+    client: httpx.Client, path: str, field: str, value: object
+) -> None:
+    assert refusal(client.post(path, json={**VALID[path], field: value}))["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"max_tokens": 1}, "prompt"), (CHAT, {"max_tokens": 1}, "messages"), (CHAT, {"messages": "hi"}, "messages"),
+        (CHAT, {"messages": ["hi"]}, "messages"), (CHAT, {"messages": {"role": "user"}}, "messages"),
+        (COMPLETIONS, {"prompt": [10**30]}, "prompt"), (COMPLETIONS, {"prompt": [-1]}, "prompt"),
+        (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": []}, "stream_options"),
+        (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+    ],
+)  # fmt: skip
+def test_a11_missing_and_misshapen_fields_are_named(
+    client: httpx.Client, path: str, body: dict[str, Any], param: str
+) -> None:
+    assert refusal(client.post(path, json=body))["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        *[
+            (path, field, value)
+            for path in (CHAT, COMPLETIONS)
+            for field, value in [
+                ("logit_bias", {"5": 100}), ("presence_penalty", 0.5), ("frequency_penalty", -1), ("repetition_penalty", 1.1),
+                ("bad_words", ["x"]), ("allowed_token_ids", [1]), ("prompt_logprobs", 0), ("use_beam_search", True),
+                ("structured_outputs", {"regex": "a"}), ("guided_json", {}), ("logprobs", True), ("logprobs", 1),
+                ("response_format", {"type": "json_schema", "schema": {"type": "object"}}),
+                ("response_format", {"type": "banana"}), ("response_format", "text"), ("response_format", {"type": "json_object"}),
+            ]
+        ],
+        (COMPLETIONS, "logprobs", 0), (COMPLETIONS, "echo", True), (COMPLETIONS, "suffix", "end"), (COMPLETIONS, "best_of", 2),
+        (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}]), (CHAT, "tools", {}), (CHAT, "tool_choice", "required"),
+        (CHAT, "tool_choice", {"type": "function", "function": {"name": "f"}}), (CHAT, "top_logprobs", 3),
+        (CHAT, "functions", [{"name": "f"}]), (CHAT, "continue_final_message", True), (CHAT, "add_generation_prompt", False),
+        (CHAT, "reasoning_effort", "high"), (CHAT, "modalities", ["text", "audio"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_a11_what_is_not_implemented_is_refused_never_ignored(
+    client: httpx.Client, path: str, field: str, value: object, stream: bool
+) -> None:
+    assert refusal(client.post(path, json={**VALID[path], field: value, "stream": stream}))["param"] == field
+
+
+def test_a11_neutral_values_extra_fields_and_nulls_are_accepted(client: httpx.Client) -> None:
+    both = {
+        "foo": 1, "user": "me", "response_format": {"type": "text"}, "logit_bias": {}, "presence_penalty": 0,
+        "frequency_penalty": 0.0, "repetition_penalty": 1, "logprobs": False, "n": 1, "stop": [], "bad_words": [],
+        "use_beam_search": False, "echo": False,
+    }  # fmt: skip
+    chat = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "top_logprobs": 0, "functions": []}
+    completion = {"suffix": "", "best_of": 1}
+    assert client.post(CHAT, json={**VALID[CHAT], **both, **chat}).status_code == 200
+    assert client.post(COMPLETIONS, json={**VALID[COMPLETIONS], **both, **completion}).status_code == 200
+    for path, request_type in ((CHAT, ChatRequest), (COMPLETIONS, CompletionRequest)):
+        fields = {*request_type.__struct_fields__, *request_type.neutral} - VALID[path].keys()
+        assert client.post(path, json={**VALID[path], **dict.fromkeys(fields)}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a24_an_unknown_model_is_not_found_and_an_absent_one_is_the_served_one(client: httpx.Client, path: str) -> None:
+    error = refusal(client.post(path, json={**VALID[path], "model": "no-such"}), 404)
+    assert error["code"] == "model_not_found"
+    assert error["param"] == "model"
+    assert "no-such" in error["message"]
+    assert client.post(path, json=VALID[path]).json()["model"] == "fake"
+    assert client.post(path, json={**VALID[path], "model": "fake"}).status_code == 200
+
+
+def test_a26_a_huge_body_is_refused_and_others_are_served(client: httpx.Client) -> None:
+    body = json.dumps({"prompt": "x" * 20_000_000}).encode()
+    assert len(body) > MAX_BODY_BYTES
+    assert refusal(client.post(COMPLETIONS, content=body), 413)["code"] == "request_too_large"
+    assert client.post(COMPLETIONS, json=VALID[COMPLETIONS]).status_code == 200
+
+
+def test_unknown_paths_and_methods_get_the_error_object(client: httpx.Client) -> None:
+    refusal(client.get("/v2/anything"), 404)
+    response = client.get(CHAT)
+    refusal(response, 405)
+    assert "POST" in response.headers["allow"]
+
+
+def test_a_refused_stream_does_not_disturb_one_that_runs(client: httpx.Client, url: str) -> None:
+    with httpx.stream("POST", f"{url}{CHAT}", json={**VALID[CHAT], "max_tokens": 20, "stream": True}) as running:
+        refusal(client.post(CHAT, json={**VALID[CHAT], "temperature": 9, "stream": True}))
+        running.read()
+        assert events(running)[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), request_type=st.sampled_from([ChatRequest, CompletionRequest]))
+def test_a11_decoding_any_json_ends_in_a_request_or_a_request_error(
+    data: st.DataObject, request_type: type[ChatRequest | CompletionRequest]
+) -> None:
+    names = st.sampled_from([*request_type.__struct_fields__, *request_type.neutral])
+    body = data.draw(JSON | st.dictionaries(names, JSON, max_size=4))
+    with contextlib.suppress(RequestError):
+        request = decode(json.dumps(body).encode(errors="surrogatepass"), request_type)
+        request.sampling_params(max_tokens=5)

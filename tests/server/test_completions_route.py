@@ -1,0 +1,142 @@
+"""/v1/completions as OpenAI's clients know it, through real HTTP."""
+
+import httpx
+import pytest
+from conftest import asgi, events
+from fake_engine import FakeEngine, Script
+
+from jaxpage.server.protocol import INT64_MAX, choice_seed
+from jaxpage.server.service import LONG_BODY_BYTES
+
+PROMPTS = ["red", "green blue", "one two three"]
+TEXT = Script().text
+
+
+def complete(client: httpx.Client, **fields: object) -> httpx.Response:
+    return client.post("/v1/completions", json={"prompt": "hello", **fields})
+
+
+def test_a_completion_has_openais_shape(client: httpx.Client) -> None:
+    answer = complete(client, max_tokens=3).json()
+    assert answer["id"].startswith("cmpl-")
+    assert answer["object"] == "text_completion"
+    assert answer["choices"] == [
+        {"index": 0, "text": TEXT[:3], "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    ]
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+
+
+def test_sixteen_tokens_unless_told_otherwise(client: httpx.Client) -> None:
+    for fields in ({}, {"max_tokens": None}):
+        assert complete(client, **fields).json()["usage"]["completion_tokens"] == 16
+
+
+def test_text_and_ids_are_the_same_prompt(client: httpx.Client) -> None:
+    ids = [ord(character) for character in "hello"]
+    answers = [complete(client, prompt=prompt).json() for prompt in ("hello", ["hello"], ids, [ids])]
+    assert all(answer["choices"] == answers[0]["choices"] for answer in answers)
+    assert all(answer["usage"] == answers[0]["usage"] for answer in answers)
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, [[ord(c) for c in prompt] for prompt in PROMPTS]])
+def test_a04_choices_are_ordered_by_prompt_and_counted_once(
+    client: httpx.Client, engine: FakeEngine, prompts: object
+) -> None:
+    for prompt in PROMPTS:
+        engine.scripts[prompt] = Script(text=prompt.upper())
+    fields = {"prompt": prompts, "n": 2, "seed": 1, "temperature": 0.8, "max_tokens": 5}
+    answer = complete(client, **fields).json()
+    expected = [f"{1 + i % 2}:{PROMPTS[i // 2].upper()}"[:5] for i in range(6)]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert [choice["text"] for choice in answer["choices"]] == expected
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, PROMPTS))
+    assert answer["usage"]["completion_tokens"] == sum(map(len, expected))
+
+    joined = [""] * 6
+    chunks = events(complete(client, stream=True, stream_options={"include_usage": True}, **fields))
+    for chunk in chunks[:-1]:
+        joined[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert joined == expected
+    assert chunks[-1]["usage"] == answer["usage"]
+
+
+def test_a04_equal_choices_are_refused(client: httpx.Client) -> None:
+    response = complete(client, n=2, temperature=0)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "n"
+
+
+@pytest.mark.parametrize(
+    ("seed", "choice", "expected"),
+    [(None, 1, None), (-1, 3, None), (7, 2, 9), (-3, 1, -2), (-3, 2, 0), (-2, 1, 0), (INT64_MAX, 1, -(2**63))],
+)
+def test_a_choice_of_a_seeded_request_is_never_unseeded(seed: int | None, choice: int, expected: int | None) -> None:
+    assert choice_seed(seed, choice) == expected
+
+
+@pytest.mark.parametrize("prompt", ["", [""], [], [[]], ["ok", ""], [[111], []]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a18_prompts_without_tokens_are_refused(client: httpx.Client, prompt: object, stream: bool) -> None:
+    response = complete(client, prompt=prompt, stream=stream)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+    assert complete(client).status_code == 200
+
+
+def test_a18_a_bos_token_makes_an_empty_prompt_servable() -> None:
+    engine = FakeEngine(bos=True)
+    engine.is_ready = True
+    assert asgi(engine, "POST", "/v1/completions", json={"prompt": ""}).status_code == 200
+    body = {"prompt": "", "add_special_tokens": False}
+    assert asgi(engine, "POST", "/v1/completions", json=body).status_code == 400
+
+
+@pytest.mark.parametrize("prompt", [["a", 1], [1, [2]], ["a", [1]], [[1], "a"], [True], [[1.5]], {"a": 1}, None, 5])
+def test_prompts_of_mixed_or_unknown_kinds_are_refused(client: httpx.Client, prompt: object) -> None:
+    response = complete(client, prompt=prompt)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a14_zero_tokens_are_refused_as_echo_is_not_there(client: httpx.Client, stream: bool) -> None:
+    response = complete(client, max_tokens=0, stream=stream)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "max_tokens"
+
+
+def test_a15_the_default_cap_is_what_room_there_is(client: httpx.Client) -> None:
+    for max_tokens in (None, 1):
+        answer = complete(client, prompt=["a" * 63, "a" * 61], max_tokens=max_tokens).json()
+        assert [len(choice["text"]) for choice in answer["choices"]] == [1, max_tokens or 3]
+        assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+
+
+@pytest.mark.parametrize(("num_tokens", "max_tokens"), [(64, None), (64, 1), (200, None), (8, 60)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a15_what_does_not_fit_is_refused_before_the_stream_starts(
+    client: httpx.Client, num_tokens: int, max_tokens: int | None, stream: bool
+) -> None:
+    response = complete(client, prompt=[97] * num_tokens, max_tokens=max_tokens, stream=stream)
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert f"{num_tokens} tokens" in message
+    assert "max_model_len is 64" in message
+
+
+def test_too_many_choices_are_refused_before_any_is_started(client: httpx.Client, engine: FakeEngine) -> None:
+    response = complete(client, prompt=["a"] * 100, n=100)
+    assert response.status_code == 400
+    assert "10000 choices" in response.json()["error"]["message"]
+    assert engine.seen_params == []
+
+
+def test_a_long_body_is_encoded_off_the_event_loop(client: httpx.Client, engine: FakeEngine) -> None:
+    complete(client)
+    engine.max_model_len = LONG_BODY_BYTES + 100
+    try:
+        answer = complete(client, prompt="x" * LONG_BODY_BYTES, max_tokens=3).json()
+    finally:
+        engine.max_model_len = 64
+    assert answer["usage"]["prompt_tokens"] == LONG_BODY_BYTES
+    assert engine.encoding_threads[-1] != engine.encoding_threads[-2]
