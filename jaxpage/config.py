@@ -5,9 +5,7 @@ number of blocks) is resolved once by the engine, which logs each automatic choi
 """
 
 import dataclasses
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jaxpage.errors import ConfigError
@@ -15,13 +13,6 @@ from jaxpage.errors import ConfigError
 
 def _option(default: Any, help_text: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help_text})
-
-
-def default_cache_dir() -> Path:
-    """The user's cache folder for jaxpage: `$JAXPAGE_CACHE`, else `$XDG_CACHE_HOME/jaxpage`, else `~/.cache/jaxpage`."""
-    if explicit := os.environ.get("JAXPAGE_CACHE"):
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpage"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +30,9 @@ class EngineConfig:
     long_prefill_token_threshold: int = _option(0, "most tokens of one request in a step; 0: no limit but the budget")
     seed: int = _option(0, "seed of the seeds that unseeded requests get")
     compile_cache_dir: str | None = _option(None, "folder of compiled programs; default: the user's cache folder")
-    strict_shapes: bool = _option(False, "make any compilation after warm-up an error")
+    background_compile: bool = _option(
+        True, "serve as soon as every step can run in some compiled shape, and compile the rest meanwhile"
+    )
 
     def __post_init__(self) -> None:
         positive = ("block_size", "max_num_seqs", "max_num_batched_tokens")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.request import Request, RequestStatus
+from jaxpage.wire import TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +40,6 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int:
         return sum(self.query_lens)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
-    """What a step gave one request."""
-
-    request_id: str
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_token_id: int | None
 
 
 class Scheduler:

@@ -42,15 +42,14 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until a signal or a failure; returns the exit code. Failures are logged in one line, never raised."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
-        listener = bind(server_config.host, server_config.port)
-    except ConfigError as error:
+        with contextlib.closing(bind(server_config.host, server_config.port)) as listener:
+            # Imported only now: it brings the tokenizer's libraries, and a taken port is told at once.
+            from jaxpage.async_engine import AsyncEngine
+
+            return asyncio.run(run(AsyncEngine(engine_config), listener, server_config))
+    except JaxpageError as error:
         logger.error("%s", error)
         return 1
-    # Imported only now: it brings the tokenizer's libraries, and a taken port is told at once.
-    from jaxpage.async_engine import AsyncEngine
-
-    with contextlib.closing(listener):
-        return asyncio.run(run(AsyncEngine(engine_config), listener, server_config))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -87,6 +86,8 @@ async def run(engine: "AsyncEngine", listener: socket.socket, server_config: Ser
                 logger.info("%s: running requests have %g s", told.result(), server_config.shutdown_timeout)
                 await stop(server, serving, app.state.service, signalled, server_config.shutdown_timeout)
                 return 0
+            if serving.done() and (error := serving.exception()) is not None:
+                logger.error("the HTTP server failed", exc_info=error)
             await stop(server, serving, app.state.service, signalled, FLUSH_SECONDS)
             return 1
         finally:

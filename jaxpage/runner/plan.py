@@ -78,10 +78,15 @@ _NUM_INTS, _NUM_FLOATS = 6, 3
 _HEADER = _NUM_INTS + 2 + _NUM_FLOATS
 
 
+def admission_size(capacity: int) -> int:
+    """Length of a packed admission with room for `capacity` token ids."""
+    return _HEADER + MAX_STOP_TOKEN_IDS + capacity
+
+
 def pack_admission(admitted: AdmittedRequest, capacity: int) -> np.ndarray:
     """Pack a request for its row, with room for `capacity` token ids."""
     request, params = admitted.request, admitted.request.params
-    packed = np.zeros(_HEADER + MAX_STOP_TOKEN_IDS + capacity, np.int32)
+    packed = np.zeros(admission_size(capacity), np.int32)
     packed[:_NUM_INTS] = (
         admitted.row,
         len(admitted.token_ids),

@@ -1,13 +1,14 @@
 """A server in a process of its own, as its tests see it: what it prints, its URL, its descendants, its end."""
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import httpx
@@ -71,6 +72,12 @@ class ServerProcess:
         """Send a signal to the server itself, not to its children."""
         self.process.send_signal(number)
 
+    def kill_descendants(self) -> None:
+        """SIGKILL to every child and below; the server itself goes on."""
+        for pid in self.descendants:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def wait(self, timeout: float) -> int:
         """The exit code; fails if it does not end in time."""
         try:
@@ -92,6 +99,14 @@ class ServerProcess:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
+
+
+def wait_until_gone(pids: Iterable[int], timeout: float) -> None:
+    """Returns once none of `pids` runs; fails if one goes on."""
+    deadline = time.monotonic() + timeout
+    while running := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running after {timeout} s: {running}"
+        time.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:

@@ -39,7 +39,8 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"model":"M",x}', b"[]", b'"hi"', b"null", b"123", b"", b"\xff", b'{"prompt":"\xff"}', b'{"prompt":"\\ud800"}',
+        b'{"model":"M",x}', b"[]", b'"hi"', b"null", b"123", b"", b"\xff", b'{"prompt":"\xff"}',
+        b'{"prompt":"\\ud800"}',
         b"{} x", b'{"seed":NaN}', b'{"temperature":1e999}', b"[" * DEEP, b'{"a":' * DEEP + b"1" + b"}" * DEEP, b"{}",
     ],
     ids=lambda body: repr(body[:20]),
@@ -79,11 +80,16 @@ def test_a11_a_wrong_value_is_refused_by_the_fields_name(
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        (COMPLETIONS, {"max_tokens": 1}, "prompt"), (CHAT, {"max_tokens": 1}, "messages"), (CHAT, {"messages": "hi"}, "messages"),
+        (COMPLETIONS, {"max_tokens": 1}, "prompt"), (CHAT, {"max_tokens": 1}, "messages"),
+        (CHAT, {"messages": "hi"}, "messages"),
         (CHAT, {"messages": ["hi"]}, "messages"), (CHAT, {"messages": {"role": "user"}}, "messages"),
         (COMPLETIONS, {"prompt": [10**30]}, "prompt"), (COMPLETIONS, {"prompt": [-1]}, "prompt"),
         (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": []}, "stream_options"),
-        (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options",
+        ),
     ],
 )  # fmt: skip
 def test_a11_missing_and_misshapen_fields_are_named(
@@ -99,17 +105,22 @@ def test_a11_missing_and_misshapen_fields_are_named(
             (path, field, value)
             for path in (CHAT, COMPLETIONS)
             for field, value in [
-                ("logit_bias", {"5": 100}), ("presence_penalty", 0.5), ("frequency_penalty", -1), ("repetition_penalty", 1.1),
+                ("logit_bias", {"5": 100}), ("presence_penalty", 0.5), ("frequency_penalty", -1),
+                ("repetition_penalty", 1.1),
                 ("bad_words", ["x"]), ("allowed_token_ids", [1]), ("prompt_logprobs", 0), ("use_beam_search", True),
                 ("structured_outputs", {"regex": "a"}), ("guided_json", {}), ("logprobs", True), ("logprobs", 1),
                 ("response_format", {"type": "json_schema", "schema": {"type": "object"}}),
-                ("response_format", {"type": "banana"}), ("response_format", "text"), ("response_format", {"type": "json_object"}),
+                ("response_format", {"type": "banana"}), ("response_format", "text"),
+                ("response_format", {"type": "json_object"}),
             ]
         ],
-        (COMPLETIONS, "logprobs", 0), (COMPLETIONS, "echo", True), (COMPLETIONS, "suffix", "end"), (COMPLETIONS, "best_of", 2),
-        (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}]), (CHAT, "tools", {}), (CHAT, "tool_choice", "required"),
+        (COMPLETIONS, "logprobs", 0), (COMPLETIONS, "echo", True), (COMPLETIONS, "suffix", "end"),
+        (COMPLETIONS, "best_of", 2),
+        (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}]), (CHAT, "tools", {}),
+        (CHAT, "tool_choice", "required"),
         (CHAT, "tool_choice", {"type": "function", "function": {"name": "f"}}), (CHAT, "top_logprobs", 3),
-        (CHAT, "functions", [{"name": "f"}]), (CHAT, "continue_final_message", True), (CHAT, "add_generation_prompt", False),
+        (CHAT, "functions", [{"name": "f"}]), (CHAT, "continue_final_message", True),
+        (CHAT, "add_generation_prompt", False),
         (CHAT, "reasoning_effort", "high"), (CHAT, "modalities", ["text", "audio"]),
     ],
 )  # fmt: skip

@@ -377,9 +377,9 @@ def write_spm(path: Path, user_defined: tuple[str, ...] = (), **metadata: Any) -
     return write_gguf(path, "llama", [*pieces, *user_defined], types, scores=scores, **ids)
 
 
-def write_bpe(path: Path, pre: str, **metadata: Any) -> Path:
+def write_bpe(path: Path, pre: str, without_merges: tuple[str, ...] = (), **metadata: Any) -> Path:
     data = json.loads(byte_level().to_str())["model"]
-    tokens = sorted(data["vocab"], key=data["vocab"].__getitem__)
+    tokens = [*sorted(data["vocab"], key=data["vocab"].__getitem__), *without_merges]
     merges = [" ".join(merge) for merge in data["merges"]]
     types = [3] * 4 + [1] * (len(tokens) - 4)
     return write_gguf(path, "gpt2", tokens, types, merges=merges, pre=pre, **{"bos_token_id": 0} | metadata)
@@ -455,6 +455,18 @@ def test_gguf_pre_tokenizer_splits_as_its_name_says(tmp_path: Path, pre: str, pi
     pre_tokenizer = tokenizer_from_gguf(read_gguf_header(path).metadata, path).pre_tokenizer
     assert pre_tokenizer is not None
     assert [text[start:end] for _, (start, end) in pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
+@pytest.mark.parametrize(("pre", "num_tokens"), [("llama-bpe", 1), ("smollm", 5)])
+def test_llama3_words_in_the_vocabulary_need_no_merges(tmp_path: Path, pre: str, num_tokens: int) -> None:
+    tokenizer = load_tokenizer(str(write_bpe(tmp_path, pre, without_merges=("zyxwv",))))
+    assert len(tokenizer.encode("zyxwv", add_special_tokens=False)) == num_tokens
+
+
+@pytest.mark.parametrize(("pre", "text"), [("qwen2", "caf\u00e9"), ("smollm", "cafe\u0301")])
+def test_qwen_alone_composes_characters(tmp_path: Path, pre: str, text: str) -> None:
+    tokenizer = load_tokenizer(str(write_bpe(tmp_path, pre)))
+    assert tokenizer.decode(tokenizer.encode("cafe\u0301")) == text
 
 
 def test_unknown_gguf_tokenizers_are_refused_by_name(tmp_path: Path) -> None:

@@ -1,0 +1,32 @@
+"""jaxpage: an inference engine for large language models in JAX.
+
+    from jaxpage import LLM, SamplingParams
+
+    llm = LLM(model="smollm2-135m")
+    print(llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text)
+
+Importing it touches no accelerator, sets no environment variable and does not import JAX.
+"""
+
+from jaxpage.config import EngineConfig, ServerConfig
+from jaxpage.errors import ConfigError, EngineDeadError, JaxpageError, ModelLoadError, RequestError
+from jaxpage.llm import LLM
+from jaxpage.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxpage.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "EngineDeadError",
+    "JaxpageError",
+    "ModelLoadError",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "ServerConfig",
+]

@@ -1,0 +1,256 @@
+"""The asynchronous engine of the API process: requests in, streams of outputs out, aborts, and the engine's death.
+
+    add_request ─ ZMQ ─> engine process
+    RequestStream <─ text <─ tokens <─ ZMQ ─┘
+"""
+
+import asyncio
+import itertools
+import logging
+import random
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import zmq
+import zmq.asyncio
+
+from jaxpage import wire
+from jaxpage.config import EngineConfig
+from jaxpage.engine_process import EngineProcess, envelope, error_of
+from jaxpage.errors import EngineDeadError, JaxpageError
+from jaxpage.frontend import OpenRequest, Prompt, open_request
+from jaxpage.outputs import RequestOutput
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+_WATCH_SECONDS = 0.25
+"""How often the engine process is looked after."""
+
+
+class RequestStream:
+    """Cumulative outputs of one request, to be read with `async for`. A slow reader skips to the newest."""
+
+    def __init__(self, engine: "AsyncEngine", request: OpenRequest) -> None:
+        self._engine = engine
+        self._request = request
+        self._newest: RequestOutput | None = None
+        self._error: JaxpageError | None = None
+        self._over = False
+        self._changed = asyncio.Event()
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._request.message.prompt_token_ids)
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The newest output; the last one is `finished`. Raises `EngineDeadError` if the engine dies."""
+        while self._newest is None:
+            if self._error is not None:
+                raise self._error
+            if self._over:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        output, self._newest = self._newest, None
+        self._over = self._over or output.finished
+        return output
+
+    def abort(self) -> None:
+        """End the request and free what it holds; nothing happens if it is over."""
+        if not self._request.finished:
+            self._engine.abort(self.request_id)
+
+    def push(self, output: RequestOutput) -> None:
+        """For the engine: a newer output."""
+        self._newest = output
+        self._changed.set()
+
+    def fail(self, error: JaxpageError) -> None:
+        """For the engine: the stream ends with this error."""
+        self._error = error
+        self._changed.set()
+
+
+class AsyncEngine:
+    """One engine process, and every request that is open on it. Belongs to one event loop."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._process: EngineProcess | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._limits: wire.Ready | None = None
+        self._streams: dict[str, tuple[OpenRequest, RequestStream]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ready = asyncio.Event()
+        self._dead = asyncio.Event()
+        self._death: JaxpageError | None = None
+        self._stopping = False
+        self._seeds = random.Random(config.seed)
+        self._ids = itertools.count()
+        self.stats: dict[str, float] = {}
+        """The engine's newest word on how it stands; see `EngineCore.stats`."""
+
+    @property
+    def model_name(self) -> str:
+        """The model as given, without a trailing slash."""
+        return self._config.model.rstrip("/") or self._config.model
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are served."""
+        return self._ready.is_set() and not self.is_dead
+
+    @property
+    def is_dead(self) -> bool:
+        return self._dead.is_set()
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output; known once ready."""
+        return self._serving().max_model_len
+
+    async def start(self) -> None:
+        """Launch the engine process and load the tokenizer meanwhile. Raises `ModelLoadError` for a bad tokenizer."""
+        self._process = EngineProcess(self._config, cast("zmq.Context[zmq.Socket[bytes]]", zmq.asyncio.Context.instance()))
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model)
+
+    async def wait_ready(self) -> None:
+        """Return when requests are served. Raises what kept the engine from starting."""
+        waits = [asyncio.create_task(event.wait()) for event in (self._ready, self._dead)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self._death is not None:
+            raise self._death
+
+    async def wait_dead(self) -> None:
+        """Return when the engine process has died."""
+        await self._dead.wait()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Raises `RequestError` for text that is no valid Unicode."""
+        assert self._tokenizer is not None, "start() comes first"
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any
+    ) -> list[int]:
+        """Token ids of a chat by the model's template. Raises `RequestError` naming a bad message."""
+        assert self._tokenizer is not None, "start() comes first"
+        return self._tokenizer.encode_chat(messages, tools=tools, **template_kwargs)
+
+    def add_request(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None) -> RequestStream:
+        """Check a request and hand it to the engine.
+
+        Raises `RequestError` for a request that cannot be served and `EngineDeadError` when the engine is gone.
+        """
+        limits = self._serving()
+        assert self._tokenizer is not None
+        request = open_request(
+            prompt,
+            params,
+            request_id=f"{request_id or 'request'}-{next(self._ids)}-{uuid.uuid4().hex[:8]}",
+            seed=self._seeds.getrandbits(63),
+            tokenizer=self._tokenizer,
+            limits=limits,
+        )
+        stream = RequestStream(self, request)
+        self._streams[request.request_id] = (request, stream)
+        self._send(request.message)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request, which gives its stream a last output; an unknown id is ignored."""
+        if (found := self._streams.pop(request_id, None)) is None:
+            return
+        request, stream = found
+        stream.push(request.end("abort"))
+        self._send(wire.AbortRequests([request_id]))
+
+    async def shutdown(self) -> None:
+        """End the engine process; open requests end with `EngineDeadError`. Idempotent."""
+        self._stopping = True
+        self._die(EngineDeadError("the engine was shut down"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._process is not None:
+            await asyncio.to_thread(self._process.stop)
+
+    def _serving(self) -> wire.Ready:
+        if self._death is not None:
+            raise EngineDeadError(str(self._death))
+        if self._limits is None:
+            raise EngineDeadError("the engine is still loading: await wait_ready() first")
+        return self._limits
+
+    def _send(self, message: wire.ToEngine) -> None:
+        # Sent by the loop in order; a DEALER that is connected takes messages without bound, so this never waits long.
+        assert self._process is not None
+        if not self.is_dead:
+            asyncio.ensure_future(self._process.requests.send_multipart(envelope(message)))
+
+    async def _receive(self) -> None:
+        """Everything that the engine says, as long as it lives."""
+        assert self._process is not None
+        socket = cast("zmq.asyncio.Socket", self._process.outputs)
+        while True:
+            match wire.decode_from_engine(await socket.recv()):
+                case wire.Ready() as limits:
+                    self._limits = limits
+                    self._ready.set()
+                case wire.Outputs(outputs, stats):
+                    self.stats = stats
+                    self._deliver(outputs)
+                case wire.Dead() as dead:
+                    self._die(error_of(dead))
+
+    def _deliver(self, outputs: list[wire.TokenOutput]) -> None:
+        stopped = []
+        for output in outputs:
+            if (found := self._streams.get(output.request_id)) is None:
+                continue  # aborted meanwhile
+            request, stream = found
+            result, must_abort = request.take(output)
+            if result.finished:
+                del self._streams[output.request_id]
+            if must_abort:
+                stopped.append(output.request_id)
+            stream.push(result)
+        if stopped:
+            self._send(wire.AbortRequests(stopped))
+
+    async def _watch(self) -> None:
+        """Notice a death without last words."""
+        assert self._process is not None
+        while (death := self._process.death()) is None:
+            await asyncio.sleep(_WATCH_SECONDS)
+        await asyncio.sleep(_WATCH_SECONDS)  # last words may still be on their way
+        self._die(death)
+
+    def _die(self, error: JaxpageError) -> None:
+        """End every open request with `error`. The first death counts."""
+        if self._death is not None:
+            return
+        self._death = error
+        self._dead.set()
+        for _, stream in self._streams.values():
+            stream.fail(EngineDeadError(str(error)))
+        self._streams.clear()
+        if not self._stopping:
+            logger.error("engine: %s", error)
+
+

@@ -1,0 +1,218 @@
+"""Offline inference: `LLM(model).generate(prompts)`. The engine runs in its own process, or in the caller's."""
+
+import random
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import zmq
+from tqdm import tqdm
+
+from jaxpage import wire
+from jaxpage.config import EngineConfig
+from jaxpage.engine_process import EngineProcess, envelope, error_of
+from jaxpage.errors import EngineDeadError, RequestError
+from jaxpage.frontend import OpenRequest, Prompt, open_request
+from jaxpage.outputs import RequestOutput
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.tokenizer import load_tokenizer
+
+_POLL_MS = 250
+
+
+class _LocalEngine:
+    """The engine in the caller's process."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        from jaxpage.engine_core import EngineCore
+
+        self._core = EngineCore(config)
+        self.limits = self._core.ready
+
+    def send(self, message: wire.AddRequest | wire.AbortRequests) -> None:
+        if isinstance(message, wire.AddRequest):
+            self._core.add(message)
+        else:
+            for request_id in message.request_ids:
+                self._core.abort(request_id)
+
+    def receive(self) -> list[wire.TokenOutput]:
+        return self._core.step()
+
+    def stats(self) -> dict[str, float]:
+        return self._core.stats()
+
+    def close(self) -> None:
+        del self._core
+
+
+class _RemoteEngine:
+    """The engine in a process of its own."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._process = EngineProcess(config, self._context)
+        self._stats: dict[str, float] = {}
+        try:
+            while not isinstance(ready := self._next(), wire.Ready):
+                pass
+        except BaseException:
+            self.close()
+            raise
+        self.limits = ready
+
+    def send(self, message: wire.AddRequest | wire.AbortRequests) -> None:
+        self._process.requests.send_multipart(envelope(message))
+
+    def receive(self) -> list[wire.TokenOutput]:
+        message = self._next()
+        assert isinstance(message, wire.Outputs)
+        self._stats = message.stats
+        return message.outputs
+
+    def stats(self) -> dict[str, float]:
+        return self._stats
+
+    def close(self) -> None:
+        self._process.stop()
+        self._context.destroy(linger=0)
+
+    def _next(self) -> wire.FromEngine:
+        while not self._process.outputs.poll(_POLL_MS):
+            if (death := self._process.death()) is not None:
+                raise death
+        message = wire.decode_from_engine(self._process.outputs.recv())
+        if isinstance(message, wire.Dead):
+            raise error_of(message)
+        return message
+
+
+class LLM:
+    """A model, ready to generate.
+
+        llm = LLM(model="smollm2-135m")
+        for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
+            print(output.outputs[0].text)
+
+    Options are those of `EngineConfig`. Works at the top level of a script, in `python -c` and in a notebook. Close it
+    with `close()` or `with`, or leave that to garbage collection.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", *, multiprocess: bool = True, **options: Any) -> None:
+        """`multiprocess=False` runs the engine in this process, which then holds JAX and the model.
+
+        Raises `ConfigError` or `ModelLoadError`.
+        """
+        options.setdefault("background_compile", False)  # a batch is soon over: have every shape ready before it
+        self.config = EngineConfig(model=model, **options)
+        self.tokenizer = load_tokenizer(model)
+        self._engine = (_RemoteEngine if multiprocess else _LocalEngine)(self.config)
+        self._close = weakref.finalize(self, self._engine.close)
+        self._seeds = random.Random(self.config.seed)
+        self._num_requests = 0
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output."""
+        return self._engine.limits.max_model_len
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """How the engine stood after its last step; see `EngineCore.stats`."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """End the engine. Idempotent."""
+        self._close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt (text or token ids); results come in the order of the prompts.
+
+        `sampling_params`: one for all, or one per prompt. Raises `RequestError` before anything runs when one of the
+        requests cannot be served, and `EngineDeadError` when the engine dies.
+        """
+        batch = _as_batch(prompts)
+        params = _per_prompt(sampling_params, len(batch))
+        requests = [self._open(prompt, one) for prompt, one in zip(batch, params, strict=True)]
+        return self._run(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, by the model's chat template.
+
+        messages: a list of {"role": ..., "content": ...}, or a list of such lists. Raises as `generate` does.
+        """
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if several else [messages]
+        prompts = [self.tokenizer.encode_chat(conversation, **template_kwargs) for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _open(self, prompt: Prompt, params: SamplingParams) -> OpenRequest:
+        self._num_requests += 1
+        return open_request(
+            prompt,
+            params,
+            request_id=str(self._num_requests),
+            seed=self._seeds.getrandbits(63),
+            tokenizer=self.tokenizer,
+            limits=self._engine.limits,
+        )
+
+    def _run(self, requests: list[OpenRequest], use_tqdm: bool) -> list[RequestOutput]:
+        if not self._close.alive:
+            raise EngineDeadError("this LLM is closed: make a new one")
+        open_requests = {request.request_id: request for request in requests}
+        results: dict[str, RequestOutput] = {}
+        for request in requests:
+            self._engine.send(request.message)
+        try:
+            with tqdm(total=len(requests), desc="generating", unit="request", disable=not use_tqdm or len(requests) < 2) as bar:
+                while open_requests:
+                    for output in self._engine.receive():
+                        if (open_request := open_requests.get(output.request_id)) is None:
+                            continue  # stopped meanwhile, or left over from a batch that was interrupted
+                        result, must_abort = open_request.take(output)
+                        if must_abort:
+                            self._engine.send(wire.AbortRequests([output.request_id]))
+                        if result.finished:
+                            results[output.request_id] = result
+                            del open_requests[output.request_id]
+                            bar.update()
+        finally:
+            if open_requests and self._close.alive:  # interrupted: the next batch starts clean
+                self._engine.send(wire.AbortRequests(list(open_requests)))
+        return [results[request.request_id] for request in requests]
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling_params for {count} prompts: give one, or one per prompt")
+    return list(params)

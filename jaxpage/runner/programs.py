@@ -1,0 +1,106 @@
+"""Compiled programs, kept on disk: what has been compiled once on a machine is loaded, not traced or compiled again.
+
+An entry is a serialized executable. Its key holds everything that a program depends on: shapes and config, the source
+of the code that is traced, versions, device and host CPU. A damaged entry is compiled anew.
+"""
+
+import hashlib
+import logging
+import os
+import pickle
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+
+import jaxpage.models
+import jaxpage.ops
+import jaxpage.runner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CompileStats:
+    """What making programs ready has cost so far in this engine."""
+
+    num_programs: int = 0
+    num_loaded: int = 0
+    """Of these, taken from disk."""
+    seconds: float = 0.0
+
+
+class ProgramStore:
+    """Compiles programs, or loads them from `folder`."""
+
+    def __init__(self, folder: Path, device: jax.Device) -> None:
+        self._folder = folder
+        self._device_key = f"{device.platform}/{device.device_kind}/{_host_cpu() if device.platform == 'cpu' else ''}"
+        self._lock = threading.Lock()
+        self.stats = CompileStats()
+
+    def get(self, name: str, config: object, args: Any, compile_program: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
+        """The program `name` for `config` (anything whose repr says all) and arguments shaped like `args`."""
+        started = time.perf_counter()
+        shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), args)
+        parts = (name, repr(config), repr(shapes), self._device_key, _code_key())
+        path = self._folder / (hashlib.sha256("\n".join(parts).encode()).hexdigest() + ".program")
+        program = _load(path)
+        loaded = program is not None
+        if program is None:
+            program = compile_program()
+            _save(path, program)
+        seconds = time.perf_counter() - started
+        with self._lock:
+            self.stats.num_programs += 1
+            self.stats.num_loaded += loaded
+            self.stats.seconds += seconds
+        logger.debug("%s %s in %.2f s", "loaded" if loaded else "compiled", name, seconds)
+        return program
+
+
+def _load(path: Path) -> jax.stages.Compiled | None:
+    if not path.exists():
+        return None
+    try:
+        return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+    except Exception as error:  # whatever is wrong with the file, compiling again makes it right
+        logger.warning("compiled program %s is damaged (%s): compiling again", path, error)
+        return None
+
+
+def _save(path: Path, program: jax.stages.Compiled) -> None:
+    """Write through a temporary file, so that no reader ever sees half a program."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(pickle.dumps(serialize_executable.serialize(program)))
+    os.replace(file.name, path)
+
+
+@cache
+def _code_key() -> str:
+    """Versions, and a digest of every source file that a traced function may come from."""
+    digest = hashlib.sha256(f"{jax.__version__} {jaxlib.__version__}".encode())
+    for package in (jaxpage.ops, jaxpage.models, jaxpage.runner):
+        for source in sorted(Path(package.__path__[0]).glob("*.py")):
+            digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _host_cpu() -> str:
+    """The instruction sets of this machine: code compiled for one CPU may not run on another."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
