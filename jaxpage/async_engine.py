@@ -1,7 +1,7 @@
 """The asynchronous engine of the API process: requests in, streams of outputs out, aborts, and the engine's death.
 
-    add_request ─ ZMQ ─> engine process
-    RequestStream <─ text <─ tokens <─ ZMQ ─┘
+add_request ─ ZMQ ─> engine process
+RequestStream <─ text <─ tokens <─ ZMQ ─┘
 """
 
 import asyncio
@@ -121,7 +121,9 @@ class AsyncEngine:
 
     async def start(self) -> None:
         """Launch the engine process and load the tokenizer meanwhile. Raises `ModelLoadError` for a bad tokenizer."""
-        self._process = EngineProcess(self._config, cast("zmq.Context[zmq.Socket[bytes]]", zmq.asyncio.Context.instance()))
+        self._process = EngineProcess(
+            self._config, cast("zmq.Context[zmq.Socket[bytes]]", zmq.asyncio.Context.instance())
+        )
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
         self._tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model)
 
@@ -146,7 +148,11 @@ class AsyncEngine:
         return self._tokenizer.encode(text, add_special_tokens)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        **template_kwargs: Any,
     ) -> list[int]:
         """Token ids of a chat by the model's template. Raises `RequestError` naming a bad message."""
         assert self._tokenizer is not None, "start() comes first"
@@ -198,10 +204,10 @@ class AsyncEngine:
         return self._limits
 
     def _send(self, message: wire.ToEngine) -> None:
-        # Sent by the loop in order; a DEALER that is connected takes messages without bound, so this never waits long.
         assert self._process is not None
         if not self.is_dead:
-            asyncio.ensure_future(self._process.requests.send_multipart(envelope(message)))
+            # The socket has no high-water mark: the message is queued at once, in order; the future is done.
+            self._process.requests.send_multipart(envelope(message))
 
     async def _receive(self) -> None:
         """Everything that the engine says, as long as it lives."""
@@ -252,5 +258,3 @@ class AsyncEngine:
         self._streams.clear()
         if not self._stopping:
             logger.error("engine: %s", error)
-
-

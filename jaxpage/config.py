@@ -21,7 +21,9 @@ class EngineConfig:
 
     model: str = _option("smollm2-135m", "packaged model name, Hugging Face directory, or GGUF file")
     dtype: str = _option("auto", "weights and activations: auto (float32 on CPU, bfloat16 on GPU), float32, bfloat16")
-    max_model_len: int | None = _option(None, "most tokens of a request, prompt and output; default: the model's context")
+    max_model_len: int | None = _option(
+        None, "most tokens of a request, prompt and output; default: the model's context"
+    )
     block_size: int = _option(16, "token positions per KV cache block; a power of two")
     num_blocks: int | None = _option(None, "KV cache blocks in the pool; default: from measured free memory")
     kv_memory_fraction: float = _option(0.5, "share of the memory free after loading that the KV cache may take")
@@ -40,7 +42,9 @@ class EngineConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_flag(name)} is {getattr(self, name)}: it must be at least 1")
         if self.block_size & (self.block_size - 1):
-            raise ConfigError(f"{_flag('block_size')} is {self.block_size}: it must be a power of two, such as 16 or 32")
+            raise ConfigError(
+                f"{_flag('block_size')} is {self.block_size}: it must be a power of two, such as 16 or 32"
+            )
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(f"{_flag('num_blocks')} is {self.num_blocks}: at least 2, as block 0 is the null block")
         if not 0 < self.kv_memory_fraction <= 1:

@@ -1,4 +1,4 @@
-"""The engine's inner loop: scheduler and runner, one step at a time. Lives in the engine process, or in the caller's."""
+"""The inner loop: scheduler and runner, one step at a time. Lives in the engine process, or in the caller's."""
 
 import logging
 import time
@@ -30,8 +30,8 @@ def eos_token_ids(generation_config: dict[str, object], config: dict[str, object
 class EngineCore:
     """Requests in, tokens out. The loop is synchronous: schedule, run, wait, update.
 
-        step N:    schedule  plan ─┐            ┌─ update
-        device:                    └── forward ─┘
+    step N:    schedule  plan ─┐            ┌─ update
+    device:                    └── forward ─┘
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None) -> None:

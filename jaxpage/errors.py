@@ -1,10 +1,10 @@
 """The exceptions that jaxpage raises. Messages name the value, the limit and the remedy.
 
-    JaxpageError
-    ├── ConfigError         an engine option is wrong; raised before anything is loaded
-    ├── ModelLoadError      a checkpoint is missing, damaged or of an unknown kind
-    ├── RequestError        one request is wrong (HTTP 400); the engine and all others go on
-    └── EngineDeadError     the engine process is gone; every open request ends with this
+JaxpageError
+├── ConfigError         an engine option is wrong; raised before anything is loaded
+├── ModelLoadError      a checkpoint is missing, damaged or of an unknown kind
+├── RequestError        one request is wrong (HTTP 400); the engine and all others go on
+└── EngineDeadError     the engine process is gone; every open request ends with this
 """
 
 

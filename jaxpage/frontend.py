@@ -73,7 +73,7 @@ class OpenRequest:
 
 
 class StopText:
-    """Text that ends at the earliest stop string to complete. Nothing that may belong to one is shown before its time."""
+    """Text that ends at the earliest stop string to complete. What may belong to one is held back."""
 
     def __init__(self, params: SamplingParams) -> None:
         self.visible = ""
@@ -84,7 +84,7 @@ class StopText:
         self._include = params.include_stop_str_in_output
 
     def add(self, delta: str, *, may_stop: bool) -> str | None:
-        """Add text. Returns the stop string that it completes, if any; a completed one that may not stop is plain text."""
+        """Add text. Returns the stop string that it completes, if any; without `may_stop` it is plain text."""
         if not self._stops:
             self.visible += delta
             return None
@@ -143,8 +143,8 @@ def open_request(
     room = limits.max_model_len - len(token_ids)
     if room < 1:
         raise RequestError(
-            f"the prompt has {len(token_ids)} tokens, and max_model_len is {limits.max_model_len} with at least one token "
-            "to generate: shorten it or raise --max-model-len",
+            f"the prompt has {len(token_ids)} tokens, and max_model_len is {limits.max_model_len} with at least one to "
+            "generate: shorten it or raise --max-model-len",
             "prompt",
         )
     for token_id in params.stop_token_ids:

@@ -2,7 +2,7 @@
 
 import random
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -165,6 +165,10 @@ class LLM:
         prompts = [self.tokenizer.encode_chat(conversation, **template_kwargs) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt, giving its cumulative output after every step. Raises as `generate` does."""
+        yield from self._outputs([self._open(prompt, sampling_params or SamplingParams())])
+
     def _open(self, prompt: Prompt, params: SamplingParams) -> OpenRequest:
         self._num_requests += 1
         return open_request(
@@ -177,29 +181,36 @@ class LLM:
         )
 
     def _run(self, requests: list[OpenRequest], use_tqdm: bool) -> list[RequestOutput]:
+        results: dict[str, RequestOutput] = {}
+        show = use_tqdm and len(requests) > 1
+        with tqdm(total=len(requests), desc="generating", unit="request", disable=not show) as bar:
+            for output in self._outputs(requests):
+                if output.finished:
+                    results[output.request_id] = output
+                    bar.update()
+        return [results[request.request_id] for request in requests]
+
+    def _outputs(self, requests: list[OpenRequest]) -> Iterator[RequestOutput]:
+        """Send requests and give their outputs as they come, until all are finished."""
         if not self._close.alive:
             raise EngineDeadError("this LLM is closed: make a new one")
-        open_requests = {request.request_id: request for request in requests}
-        results: dict[str, RequestOutput] = {}
+        unfinished = {request.request_id: request for request in requests}
         for request in requests:
             self._engine.send(request.message)
         try:
-            with tqdm(total=len(requests), desc="generating", unit="request", disable=not use_tqdm or len(requests) < 2) as bar:
-                while open_requests:
-                    for output in self._engine.receive():
-                        if (open_request := open_requests.get(output.request_id)) is None:
-                            continue  # stopped meanwhile, or left over from a batch that was interrupted
-                        result, must_abort = open_request.take(output)
-                        if must_abort:
-                            self._engine.send(wire.AbortRequests([output.request_id]))
-                        if result.finished:
-                            results[output.request_id] = result
-                            del open_requests[output.request_id]
-                            bar.update()
+            while unfinished:
+                for output in self._engine.receive():
+                    if (request_of := unfinished.get(output.request_id)) is None:
+                        continue  # stopped meanwhile, or left over from a batch that was interrupted
+                    result, must_abort = request_of.take(output)
+                    if must_abort:
+                        self._engine.send(wire.AbortRequests([output.request_id]))
+                    if result.finished:
+                        del unfinished[output.request_id]
+                    yield result
         finally:
-            if open_requests and self._close.alive:  # interrupted: the next batch starts clean
-                self._engine.send(wire.AbortRequests(list(open_requests)))
-        return [results[request.request_id] for request in requests]
+            if unfinished and self._close.alive:  # interrupted: the next batch starts clean
+                self._engine.send(wire.AbortRequests(list(unfinished)))
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

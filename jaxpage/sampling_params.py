@@ -42,7 +42,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Leave special tokens out of the text."""
 
     def __post_init__(self) -> None:
-        _check("temperature", self.temperature, _is_number(self.temperature) and 0 <= self.temperature <= 2, "in [0, 2]")
+        _check(
+            "temperature", self.temperature, _is_number(self.temperature) and 0 <= self.temperature <= 2, "in [0, 2]"
+        )
         _check("top_p", self.top_p, _is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]")
         _check("top_k", self.top_k, _is_int(self.top_k) and self.top_k >= -1, "-1 or 0 (off), or at least 1")
         _check("min_p", self.min_p, _is_number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]")
@@ -58,10 +60,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check("min_tokens", self.min_tokens, _is_int(self.min_tokens) and self.min_tokens >= 0, "at least 0")
         if self.max_tokens is not None:
             _check(
-                "min_tokens", self.min_tokens, self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}"
+                "min_tokens",
+                self.min_tokens,
+                self.min_tokens <= self.max_tokens,
+                f"at most max_tokens={self.max_tokens}",
             )
-        if isinstance(self.stop, str):
-            raise RequestError(f"stop must be a sequence of strings, not {self.stop!r}: write ({self.stop!r},)", "stop")
+        stop: object = self.stop
+        if isinstance(stop, str):
+            raise RequestError(f"stop must be a sequence of strings, not {stop!r}: write ({stop!r},)", "stop")
         for text in self.stop:
             _check("stop", text, isinstance(text, str) and text != "", "non-empty strings")
         for token_id in self.stop_token_ids:

@@ -86,7 +86,7 @@ class Scheduler:
         return request
 
     def schedule(self) -> SchedulerOutput:
-        """Spend the token budget: running requests first, then waiting ones, who are admitted only if nobody was preempted."""
+        """Spend the token budget: running requests first, then waiting ones, unless somebody had to be preempted."""
         step = _Step(self._max_num_batched_tokens)
         preempted = self._schedule_running(step)
         if not preempted:

@@ -1,1 +1,1 @@
-"""Functional model definitions and how their weights are loaded. A model is a module of pure functions; see `registry`."""
+"""Functional models and how their weights are loaded. A model is a module of pure functions; see `registry`."""

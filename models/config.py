@@ -58,7 +58,7 @@ def require(hf: Mapping[str, Any], *names: str) -> Any:
 
 
 def rope_from_hf(hf: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    """RoPE from `rope_parameters` (transformers 5) or `rope_scaling` with "rope_type" or "type", as transformers reads them.
+    """RoPE from `rope_scaling` ("rope_type" or "type") or `rope_parameters`, read as transformers 5 reads them.
 
     Raises `UnsupportedModelError` for a kind that jaxpage does not know, by name.
     """

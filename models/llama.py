@@ -65,7 +65,7 @@ def param_specs(cfg: ModelConfig) -> Params:
 
 
 def _layer_specs(cfg: ModelConfig, prefix: str) -> dict[str, Weight]:
-    e, f, g, d = cfg.hidden_size, cfg.intermediate_size, cfg.num_kv_heads, cfg.head_dim
+    e, f, d = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     specs = {
         "input_norm": weight(prefix + "input_layernorm.weight", (e,), ("embed",)),
@@ -129,7 +129,9 @@ def forward(
     new_cache = []
     for layer, kv_layer in zip(params["layers"], kv_cache, strict=True):
         with jax.named_scope("layer"):
-            attended, kv_layer = _attention(layer, rms_norm(x, layer["input_norm"], cfg.norm_eps), kv_layer, rope, metadata, cfg)
+            attended, kv_layer = _attention(
+                layer, rms_norm(x, layer["input_norm"], cfg.norm_eps), kv_layer, rope, metadata, cfg
+            )
             x = x + attended
             x = x + _mlp(layer, rms_norm(x, layer["post_norm"], cfg.norm_eps))
         new_cache.append(kv_layer)

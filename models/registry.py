@@ -55,7 +55,7 @@ def resolve_model(checkpoint: Checkpoint) -> tuple[Model, ModelConfig]:
     """
     architectures = checkpoint.config.get("architectures") or []
     if not architectures:
-        raise UnsupportedModelError(f"{checkpoint.path}: the config names no architecture (\"architectures\")")
+        raise UnsupportedModelError(f'{checkpoint.path}: the config names no architecture ("architectures")')
     model = model_for(architectures[0])
     return model, _settle_output_head(model.config_from_hf(checkpoint.config), checkpoint)
 
@@ -68,7 +68,8 @@ def _settle_output_head(cfg: ModelConfig, checkpoint: Checkpoint) -> ModelConfig
         embed = checkpoint.read("model.embed_tokens.weight", shape)
         if not np.array_equal(checkpoint.read("lm_head.weight", shape), embed):
             logger.warning(
-                "%s says tie_word_embeddings but holds a different lm_head.weight: using lm_head.weight", checkpoint.path
+                "%s says tie_word_embeddings but holds a different lm_head.weight: using lm_head.weight",
+                checkpoint.path,
             )
             return dataclasses.replace(cfg, tie_word_embeddings=False)
     elif not has_head and not cfg.tie_word_embeddings:

@@ -10,6 +10,6 @@ def write_kv(kv_layer: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) 
     kv_layer: [num_blocks, 2, block_size, num_kv_heads, head_dim]; k, v: [tokens, num_kv_heads, head_dim];
     slots: [tokens] int32. Returns the cache, updated in place where the caller donated it.
     """
-    num_blocks, _, block_size, num_kv_heads, head_dim = kv_layer.shape
+    block_size = kv_layer.shape[2]
     new = jnp.stack([k, v], axis=1).astype(kv_layer.dtype)
     return kv_layer.at[slots // block_size, :, slots % block_size].set(new, mode="drop")

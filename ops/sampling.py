@@ -38,7 +38,9 @@ def sample(logits: jax.Array, state: SamplingState) -> jax.Array:
     def draw() -> jax.Array:
         scaled = logits / jnp.where(state.temperature > 0, state.temperature, 1)[:, None]
         filtered = jax.lax.cond(
-            jnp.any((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)), lambda: _filter(scaled, state), lambda: scaled
+            jnp.any((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)),
+            lambda: _filter(scaled, state),
+            lambda: scaled,
         )
         return jnp.argmax(filtered + _gumbel(state, logits.shape[1]), axis=-1).astype(jnp.int32)
 

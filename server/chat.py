@@ -43,7 +43,7 @@ async def chat_completions(http_request: Request) -> Response:
     kwargs = template_kwargs(request)
     token_ids = await encode(body, lambda: service.engine.encode_chat(request.messages, **kwargs))
     request_id, created, model = f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), service.model_name
-    generation = service.admit(request_id, [(token_ids, params)])
+    generation = service.admit(request_id, [token_ids], params)
     if request.stream:
         chunk = ChatChunk(id=request_id, created=created, model=model, choices=[])
         return await event_response(http_request, generation, _chunks(generation, chunk, request.include_usage))

@@ -3,7 +3,6 @@
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import UNSET
@@ -16,9 +15,6 @@ from jaxpage.server.generation import Generation
 from jaxpage.server.protocol import Completion, CompletionChoice, CompletionRequest, decode
 from jaxpage.server.service import encode, read_body, service_of
 from jaxpage.server.sse import event_response, whole_response
-
-if TYPE_CHECKING:
-    from jaxpage.async_engine import AsyncEngine
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's `max_tokens` of a completion that names none."""
@@ -43,10 +39,10 @@ async def completions(http_request: Request) -> Response:
     def encode_prompts() -> list[list[int]]:
         return [engine.encode(p, add_special_tokens) if isinstance(p, str) else p for p in prompts]
 
+    params = request.sampling_params(DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens)
     ids_per_prompt = await encode(body, encode_prompts)
-    with_params = [(ids, request.sampling_params(_max_tokens(request, engine, len(ids)))) for ids in ids_per_prompt]
     reply = Completion(id=f"cmpl-{uuid.uuid4().hex}", created=int(time.time()), model=service.model_name, choices=[])
-    generation = service.admit(reply.id, with_params)
+    generation = service.admit(reply.id, ids_per_prompt, params)
     if request.stream:
         return await event_response(http_request, generation, _chunks(generation, reply, request.include_usage))
 
@@ -73,13 +69,6 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list
     if len(lists) == len(prompt):
         return lists
     raise RequestError("prompt mixes texts, token ids and lists of ids: give only one kind", "prompt")
-
-
-def _max_tokens(request: CompletionRequest, engine: "AsyncEngine", num_prompt_tokens: int) -> int:
-    """The client's cap, which must fit; else the default, or what room there is. Too long a prompt is refused later."""
-    if request.max_tokens is not None:
-        return request.max_tokens
-    return max(1, min(DEFAULT_MAX_TOKENS, engine.max_model_len - num_prompt_tokens))
 
 
 async def _chunks(generation: Generation, reply: Completion, include_usage: bool) -> AsyncIterator[Completion]:

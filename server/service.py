@@ -49,14 +49,14 @@ class Service:
             message = f"the model {name!r} does not exist: this server serves {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def admit(self, request_id: str, prompts: Sequence[tuple[list[int], list[SamplingParams]]]) -> Generation:
+    def admit(self, request_id: str, prompts: Sequence[list[int]], choices: Sequence[SamplingParams]) -> Generation:
         """Start every choice of every prompt; all or nothing. Raises `RequestError` or `EngineDeadError`.
 
-        `prompts`: token ids, and the options of each choice. Whoever admits must close.
+        `prompts`: token ids; `choices`: the options of each choice. Whoever admits must close.
         """
         streams: list[RequestStream] = []
         try:
-            for token_ids, choices in prompts:
+            for token_ids in prompts:
                 for params in choices:
                     stream_id = f"{request_id}-{len(streams)}"
                     streams.append(self.engine.add_request(token_ids, params, request_id=stream_id))
@@ -64,7 +64,7 @@ class Service:
             for stream in streams:
                 stream.abort()
             raise
-        num_prompt_tokens = sum(len(token_ids) for token_ids, _ in prompts)
+        num_prompt_tokens = sum(map(len, prompts))
         generation = Generation(streams, num_prompt_tokens, on_close=self.open_generations.discard)
         self.open_generations.add(generation)
         return generation

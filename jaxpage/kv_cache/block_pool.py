@@ -51,4 +51,6 @@ class BlockPool:
         assert len(seen) == len(set(seen)), "a block is in two tables"
         assert NULL_BLOCK_ID not in seen, "the null block is held"
         assert len(self._free_ids) == len(set(self._free_ids)), "a block is twice in the free list"
-        assert sorted([*seen, *self._free_ids]) == list(range(1, self.num_blocks)), "a block is lost or both free and held"
+        assert sorted([*seen, *self._free_ids]) == list(range(1, self.num_blocks)), (
+            "a block is lost or both free and held"
+        )

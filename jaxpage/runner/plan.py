@@ -1,6 +1,6 @@
 """What the host tells the device: one packed int32 array per step, and one per admitted request.
 
-Packing (numpy) and unpacking (JAX, inside the compiled program) stand side by side, so that a layout is read in one place.
+Packing (numpy) and unpacking (JAX, in the compiled program) stand side by side: a layout is read in one place.
 Every pack fills a fresh buffer: a step in flight may still read the last one.
 """
 

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
 
 import jaxpage.models
@@ -48,7 +48,9 @@ class ProgramStore:
         self._lock = threading.Lock()
         self.stats = CompileStats()
 
-    def get(self, name: str, config: object, args: Any, compile_program: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
+    def get(
+        self, name: str, config: object, args: Any, compile_program: Callable[[], jax.stages.Compiled]
+    ) -> jax.stages.Compiled:
         """The program `name` for `config` (anything whose repr says all) and arguments shaped like `args`."""
         started = time.perf_counter()
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), args)
@@ -89,7 +91,7 @@ def _save(path: Path, program: jax.stages.Compiled) -> None:
 @cache
 def _code_key() -> str:
     """Versions, and a digest of every source file that a traced function may come from."""
-    digest = hashlib.sha256(f"{jax.__version__} {jaxlib.__version__}".encode())
+    digest = hashlib.sha256(f"{jax.__version__} {version('jaxlib')}".encode())
     for package in (jaxpage.ops, jaxpage.models, jaxpage.runner):
         for source in sorted(Path(package.__path__[0]).glob("*.py")):
             digest.update(source.name.encode() + source.read_bytes())

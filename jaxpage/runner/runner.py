@@ -76,7 +76,8 @@ class Runner:
             lambda: [jnp.zeros((*shape, spec.num_kv_heads, spec.head_dim), dtype) for spec in specs], replicated
         )
         self._state: BatchState = on_device(
-            lambda: empty_state(config.max_num_seqs, self.max_model_len, config.block_size, MAX_STOP_TOKEN_IDS), replicated
+            lambda: empty_state(config.max_num_seqs, self.max_model_len, config.block_size, MAX_STOP_TOKEN_IDS),
+            replicated,
         )
         self._program_config = ProgramConfig(self.model_config, config.block_size)
         self._buckets = make_buckets(config.max_num_seqs, config.max_num_batched_tokens)
@@ -93,6 +94,7 @@ class Runner:
         stats = self._store.stats
         return {
             "num_programs": stats.num_programs,
+            "num_programs_wanted": len(self._capacities) + len(self._buckets),
             "num_programs_loaded": stats.num_loaded,
             "compile_seconds": round(stats.seconds, 3),
         }
@@ -105,28 +107,34 @@ class Runner:
         """
         first = first_buckets(self._buckets)
         rest = [bucket for bucket in self._buckets if bucket not in first]
-        total = len(self._capacities) + len(self._buckets)
+        total = int(self.stats["num_programs_wanted"])
         # Shapes only: the arrays themselves are donated to steps while the background thread compiles.
         params, kv_cache, state = jax.tree.map(_shape_of, (self._params, self._kv_cache, self._state))
 
-        def prepare(buckets: Sequence[Bucket]) -> None:
-            for bucket in buckets:
-                plan = empty_step(bucket, self._program_config.block_size)
-                args = (params, kv_cache, state, plan)
-                self._steps[bucket] = self._store.get(
-                    "step",
-                    (self._program_config, bucket),
-                    args,
-                    lambda bucket=bucket, args=args: compile_step(self._program_config, bucket, *args),
-                )
-                progress(len(self._admit) + len(self._steps), total)
+        def compile_bucket(bucket: Bucket) -> None:
+            plan = empty_step(bucket, self._program_config.block_size)
+            args = (params, kv_cache, state, plan)
+            self._steps[bucket] = self._store.get(
+                "step",
+                (self._program_config, bucket),
+                args,
+                lambda: compile_step(self._program_config, bucket, *args),
+            )
+            progress(len(self._admit) + len(self._steps), total)
 
-        for capacity in self._capacities:
+        def compile_admission(capacity: int) -> None:
             packed = np.zeros(admission_size(capacity), np.int32)
             self._admit[capacity] = self._store.get(
-                "admit", capacity, (state, packed), lambda packed=packed: compile_admit(state, packed)
+                "admit", capacity, (state, packed), lambda: compile_admit(state, packed)
             )
             progress(len(self._admit), total)
+
+        def prepare(buckets: Sequence[Bucket]) -> None:
+            for bucket in buckets:
+                compile_bucket(bucket)
+
+        for capacity in self._capacities:
+            compile_admission(capacity)
         prepare(first)
         if background:
             self._background = threading.Thread(target=prepare, args=(rest,), name="compile", daemon=True)

@@ -40,14 +40,18 @@ class ProgramConfig:
     block_size: int
 
 
-def compile_step(config: ProgramConfig, bucket: Bucket, params: Params, kv_cache: Any, state: Any, plan: Any) -> jax.stages.Compiled:
+def compile_step(
+    config: ProgramConfig, bucket: Bucket, params: Params, kv_cache: Any, state: Any, plan: Any
+) -> jax.stages.Compiled:
     """Compile the step of one bucket for arguments of these shapes (arrays or `ShapeDtypeStruct`s).
 
     The program is `(params, kv_cache, state, plan) -> (kv_cache, state, tokens)`; kv_cache and state are donated.
     `tokens`: [bucket.num_rows] int32, in the plan's order, -1 where a row did not reach its last known token.
     """
 
-    def step(params: Params, kv_cache: KVCache, state: BatchState, plan: jax.Array) -> tuple[KVCache, BatchState, jax.Array]:
+    def step(
+        params: Params, kv_cache: KVCache, state: BatchState, plan: jax.Array
+    ) -> tuple[KVCache, BatchState, jax.Array]:
         trace_counts["step"] += 1
         return _step(params, kv_cache, state, plan, config, bucket)
 

@@ -108,12 +108,8 @@ class FakeEngine:
             raise RequestError("prompt has no tokens", "prompt")
         if not all(0 <= token_id < VOCAB_SIZE for token_id in ids):
             raise RequestError(f"prompt has a token id that is not in [0, {VOCAB_SIZE})", "prompt")
-        if len(ids) + (params.max_tokens or 1) > self.max_model_len:
-            raise RequestError(
-                f"prompt has {len(ids)} tokens and max_tokens is {params.max_tokens}: "
-                f"max_model_len is {self.max_model_len}",
-                "prompt",
-            )
+        if len(ids) >= self.max_model_len:
+            raise RequestError(f"prompt has {len(ids)} tokens, max_model_len is {self.max_model_len}", "prompt")
         self.seen_params.append(params)
         text = "".join(map(chr, ids))
         script = next((script for piece, script in self.scripts.items() if piece in text), Script())
@@ -136,7 +132,7 @@ class FakeStream:
         self._script = script
         self._text = script.text if params.seed is None else f"{params.seed}:{script.text}"
         room = engine.max_model_len - len(prompt_ids)
-        self._limit = room if params.max_tokens is None else params.max_tokens
+        self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
         self._num_tokens = 0
         self._finished = False
 

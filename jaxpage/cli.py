@@ -1,0 +1,195 @@
+"""The `jaxpage` command: serve, generate, bench. Options are the fields of the config classes."""
+
+import argparse
+import dataclasses
+import json
+import logging
+import signal
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpage.bench import BENCHES
+from jaxpage.config import EngineConfig, ServerConfig
+from jaxpage.errors import JaxpageError
+from jaxpage.sampling_params import SamplingParams
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code. Errors that users can mend are one line without a traceback."""
+    args = _parser().parse_args(arguments)
+    try:
+        code: int = args.run(args)
+    except JaxpageError as error:
+        print(f"jaxpage: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxpage",
+        description="Serve large language models with JAX. MODEL is a packaged model (smollm2-135m), a Hugging Face "
+        "directory or a GGUF file.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    serve = _command(commands, "serve", _serve, "start the OpenAI-compatible server")
+    serve.add_argument("model", nargs="?", default="smollm2-135m", metavar="MODEL", help="model to serve (%(default)s)")
+    serve.add_argument("--model", dest="model_option", metavar="MODEL", help="the same, as an option")
+    _add_fields(serve.add_argument_group("server"), ServerConfig)
+    _add_fields(serve.add_argument_group("engine"), EngineConfig, skip=("model",))
+
+    generate = _command(commands, "generate", _generate, "complete prompts in the terminal")
+    generate.add_argument(
+        "--prompt", action="append", required=True, metavar="P", help="text to complete; may be repeated"
+    )
+    generate.add_argument("--chat", action="store_true", help="take each prompt as a user's message in a chat")
+    generate.add_argument(
+        "--json", action="store_true", help="print one JSON object per prompt instead of streaming text"
+    )
+    sampling = generate.add_argument_group("sampling")
+    sampling.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="most tokens to generate (%(default)s)"
+    )
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)s)")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling (%(default)s: off)")
+    sampling.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="most probable tokens only (%(default)s: off)"
+    )
+    sampling.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="least share of the best (%(default)s: off)"
+    )
+    sampling.add_argument("--sampling-seed", type=int, metavar="S", help="seed of the draws")
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
+    _add_fields(generate.add_argument_group("engine"), EngineConfig)
+
+    bench = commands.add_parser("bench", help="measure", description="Measure the engine on this machine.")
+    benches = bench.add_subparsers(required=True, metavar="WHAT")
+    for name, (run, help_text) in BENCHES.items():
+        one = _command(benches, name, _bench, help_text)
+        one.set_defaults(bench=run)
+        one.add_argument("--num-prompts", type=int, default=32, metavar="N", help="requests, all at once (%(default)s)")
+        one.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens of each (%(default)s)")
+        one.add_argument("--output-len", type=int, default=128, metavar="N", help="output tokens of each (%(default)s)")
+        one.add_argument("--repeat", type=int, default=1, metavar="N", help="runs; medians are printed (%(default)s)")
+        one.add_argument("--json", action="store_true", help="print one JSON object")
+        _add_fields(one.add_argument_group("engine"), EngineConfig)
+    return parser
+
+
+def _command(commands: Any, name: str, run: Any, help_text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=help_text, description=help_text[0].upper() + help_text[1:] + "."
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_fields(group: Any, config: type, skip: Sequence[str] = ()) -> None:
+    """An option for every field of a config class. Absent ones keep the field's default."""
+    hints = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        if field.name in skip:
+            continue
+        hint = hints[field.name]
+        if isinstance(hint, types.UnionType):
+            hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
+        flag = "--" + field.name.replace("_", "-")
+        default = "" if field.default is None else f" ({field.default})"
+        help_text = (field.metadata["help"] + default).replace("%", "%%")
+        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": help_text}
+        if hint is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        else:
+            group.add_argument(flag, type=hint, metavar=hint.__name__.upper(), **options)
+
+
+def _config_of[T](config: type[T], args: argparse.Namespace, **given: Any) -> T:
+    fields: Any = dataclasses.fields(config)  # type: ignore[arg-type]
+    names = {field.name for field in fields}
+    return config(**{name: value for name, value in vars(args).items() if name in names} | given)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from jaxpage.server.serve import serve
+
+    engine_config = _config_of(EngineConfig, args, model=args.model_option or args.model)
+    return serve(engine_config, _config_of(ServerConfig, args))
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from jaxpage.llm import LLM
+
+    logging.basicConfig(level=logging.WARNING)
+    params = SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.sampling_seed,
+        max_tokens=args.max_tokens,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+    )
+    with LLM(**({"background_compile": True} | _options(args))) as llm:
+        prompts: list[Any] = args.prompt
+        if args.chat:
+            prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in args.prompt]
+        if args.json:
+            for text, output in zip(args.prompt, llm.generate(prompts, params), strict=True):
+                completion = output.outputs[0]
+                metrics = dataclasses.asdict(output.metrics) | {
+                    "time_to_first_token": output.metrics.time_to_first_token
+                }
+                found = {
+                    "prompt": text,
+                    "text": completion.text,
+                    "token_ids": completion.token_ids,
+                    "finish_reason": completion.finish_reason,
+                    "metrics": metrics,
+                }
+                print(json.dumps(found, ensure_ascii=False))
+        else:
+            for prompt in prompts:
+                shown = 0
+                for output in llm.stream(prompt, params):
+                    print(output.outputs[0].text[shown:], end="", flush=True)
+                    shown = len(output.outputs[0].text)
+                print()
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING)
+    for name in ("num_prompts", "input_len", "output_len", "repeat"):
+        if getattr(args, name) < 1:
+            print(
+                f"jaxpage: --{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1", file=sys.stderr
+            )
+            return 2
+    result: dict[str, Any] = args.bench(
+        _options(args),
+        num_prompts=args.num_prompts,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        repeat=args.repeat,
+    )
+    if args.json:
+        print(json.dumps(result))
+    else:
+        for name, value in result.items():
+            print(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value}")
+    return 0
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine options that were given."""
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    return {name: value for name, value in vars(args).items() if name in names}

@@ -1,0 +1,94 @@
+"""Engine and server options: the edges of what is accepted, and what a refusal says."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from jaxpage.config import EngineConfig, ServerConfig
+from jaxpage.errors import ConfigError
+
+ENGINE_ACCEPTED: list[tuple[str, list[Any]]] = [
+    ("dtype", ["auto", "float32", "bfloat16"]),
+    ("max_model_len", [None, 1, 8192]),
+    ("block_size", [1, 2, 16, 256]),
+    ("num_blocks", [None, 2, 100_000]),
+    ("kv_memory_fraction", [0.001, 0.9, 1, 1.0]),
+    ("max_num_seqs", [1, 512]),
+    ("max_num_batched_tokens", [64, 65_536]),
+    ("long_prefill_token_threshold", [0, 1, 400]),
+]
+ENGINE_REFUSED: list[tuple[str, list[Any]]] = [
+    ("dtype", ["float16", "", "f32"]),
+    ("max_model_len", [0, -5]),
+    ("block_size", [0, -16, 3, 12, 24]),
+    ("num_blocks", [0, 1, -2]),
+    ("kv_memory_fraction", [0, -0.5, 1.001, 90, float("nan")]),
+    ("max_num_seqs", [0, -1]),
+    ("max_num_batched_tokens", [0, -512]),
+    ("long_prefill_token_threshold", [-1]),
+]
+
+
+def cases(table: list[tuple[str, list[Any]]]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, values in table for value in values]
+
+
+@pytest.mark.parametrize(("name", "value"), cases(ENGINE_ACCEPTED))
+def test_an_engine_option_up_to_the_edge_is_accepted(name: str, value: Any) -> None:
+    assert getattr(EngineConfig(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(("name", "value"), cases(ENGINE_REFUSED))
+def test_an_engine_option_beyond_the_edge_is_refused_by_flag_and_value(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(**{name: value})
+    shown = repr(value) if isinstance(value, str) else str(value)
+    assert str(caught.value).startswith(f"--{name.replace('_', '-')} is {shown}")
+
+
+def test_a_step_must_have_a_token_for_every_request() -> None:
+    assert EngineConfig(max_num_seqs=8, max_num_batched_tokens=8).max_num_batched_tokens == 8
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(max_num_seqs=9, max_num_batched_tokens=8)
+    message = str(caught.value)
+    assert "--max-num-batched-tokens is 8" in message
+    assert "--max-num-seqs 9" in message
+    assert "raise it, or lower --max-num-seqs" in message
+
+
+def test_a_refused_block_size_comes_with_sizes_that_work() -> None:
+    with pytest.raises(ConfigError, match="a power of two, such as 16 or 32"):
+        EngineConfig(block_size=24)
+
+
+@pytest.mark.parametrize("options", [{"port": 0}, {"port": 65535}, {"shutdown_timeout": 0}, {"shutdown_timeout": 60.0}])
+def test_a_server_option_up_to_the_edge_is_accepted(options: dict[str, Any]) -> None:
+    assert dataclasses.asdict(ServerConfig(**options)).items() >= options.items()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"port": -1}, "--port is -1: it must be in [0, 65535]"),
+        ({"port": 65536}, "--port is 65536: it must be in [0, 65535]"),
+        ({"shutdown_timeout": -0.5}, "--shutdown-timeout is -0.5: it must be at least 0 seconds"),
+    ],
+)
+def test_a_server_option_beyond_the_edge_is_refused_by_flag_value_and_limit(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerConfig(**options)
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("config", [EngineConfig(), ServerConfig()])
+def test_options_are_frozen_and_each_explains_itself(config: EngineConfig | ServerConfig) -> None:
+    for field in dataclasses.fields(config):
+        assert field.metadata["help"]
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, field.name, getattr(config, field.name))
+
+
+def test_options_are_given_by_name_only() -> None:
+    with pytest.raises(TypeError):
+        EngineConfig("smollm2-135m")  # type: ignore[misc]

@@ -1,0 +1,161 @@
+"""The house rules of the design: who imports whom, where jit lives, how long a file may be, what lies at the top."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {"jaxpage": "jaxpage", "ops": "jaxpage.ops", "models": "jaxpage.models", "server": "jaxpage.server"}
+"""Folder at the top of the repository to the package it is installed as."""
+SERVER_SEES = {"async_engine", "config", "errors", "outputs", "sampling_params", "metrics"}
+MODELS_SEE = {"errors"}
+SERVER_STARTERS = {"jaxpage/cli.py", "jaxpage/__main__.py"}
+JAX_FREE_MODULES = [
+    *("scheduler", "request", "wire", "frontend", "tokenizer", "chat_template", "gguf_tokenizer"),
+    *("sampling_params", "outputs", "config", "errors"),
+]
+MAX_LINES = 600
+
+
+def sources(folder: str) -> list[Path]:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files, f"no sources in {folder}/"
+    return files
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    """Every imported name in full: `from jaxpage.wire import Ready` gives "jaxpage.wire.Ready"."""
+    folder, *inner = file.relative_to(ROOT).parent.parts
+    package = ".".join([PACKAGES[folder], *inner])
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(file: Path) -> Iterator[str]:
+    """What `file` imports of ours, as the part behind "jaxpage."; the package itself is ""."""
+    for name in imports_of(file):
+        root, _, rest = name.partition(".")
+        if root == "jaxpage":
+            yield rest.split(".")[0]
+
+
+def jax_free_files() -> list[Path]:
+    modules = [ROOT / "jaxpage" / f"{name}.py" for name in JAX_FREE_MODULES]
+    return [*modules, *sources("jaxpage/kv_cache"), *sources("server")]
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout
+
+
+def test_the_server_sees_only_the_doors_meant_for_it() -> None:
+    allowed = SERVER_SEES | {"server"}
+    wrong = [(name_of(file), name) for file in sources("server") for name in own_imports(file) if name not in allowed]
+    assert wrong == []
+
+
+def test_models_import_only_ops_and_the_shared_errors_of_ours() -> None:
+    allowed = MODELS_SEE | {"models", "ops"}
+    wrong = [(name_of(file), name) for file in sources("models") for name in own_imports(file) if name not in allowed]
+    assert wrong == []
+
+
+def test_ops_import_none_of_ours() -> None:
+    wrong = [(name_of(file), name) for file in sources("ops") for name in own_imports(file) if name != "ops"]
+    assert wrong == []
+
+
+def test_only_the_command_line_imports_the_server() -> None:
+    importers = {name_of(file) for file in sources("jaxpage") if "server" in own_imports(file)}
+    assert importers <= SERVER_STARTERS
+
+
+def test_folders_are_imported_under_the_name_they_are_installed_as() -> None:
+    wrong = [
+        (name_of(file), name)
+        for folder in PACKAGES
+        for file in sources(folder)
+        for name in imports_of(file)
+        if name.split(".")[0] in {"ops", "models", "server"}
+    ]
+    assert wrong == []
+
+
+def test_host_logic_and_the_server_do_not_import_jax() -> None:
+    wrong = [
+        (name_of(file), name)
+        for file in jax_free_files()
+        for name in imports_of(file)
+        if name.split(".")[0] in {"jax", "jaxlib", "jax_triton"}
+    ]
+    assert wrong == []
+
+
+def test_host_logic_and_the_server_do_not_load_jax_through_others() -> None:
+    modules = []
+    for file in jax_free_files():
+        folder, *inner = file.relative_to(ROOT).with_suffix("").parts
+        modules.append(".".join([PACKAGES[folder], *inner]).removesuffix(".__init__"))
+    code = (
+        "import importlib, sys\n"
+        f"for module in {modules}:\n"
+        "    importlib.import_module(module)\n"
+        "    assert 'jax' not in sys.modules, module + ' loads jax'\n"
+        "print('done')"
+    )
+    assert run_python(code) == "done\n"
+
+
+def test_importing_jaxpage_loads_no_jax_and_no_transformers_and_sets_no_environment_variable() -> None:
+    code = (
+        "import os, sys\n"
+        "before = dict(os.environ)\n"
+        "import jaxpage\n"
+        "print(sorted({'jax', 'jaxlib', 'transformers'} & sys.modules.keys()), dict(os.environ) == before)"
+    )
+    assert run_python(code) == "[] True\n"
+
+
+def test_jit_appears_only_in_the_file_of_the_compiled_programs() -> None:
+    users = set()
+    for file in (file for folder in PACKAGES for file in sources(folder)):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            match node:
+                case ast.Attribute(attr=word) | ast.Name(id=word) | ast.alias(name=word):
+                    if word.split(".")[-1] in {"jit", "pjit"}:
+                        users.add(name_of(file))
+    assert users == {"jaxpage/runner/step.py"}
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    lengths = {
+        name_of(file): len(file.read_text("utf-8").splitlines())
+        for folder in PACKAGES
+        for file in sorted((ROOT / folder).rglob("*"))
+        if file.suffix in {".py", ".js", ".css", ".html"}
+    }
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_the_top_of_the_repository_holds_only_what_the_design_names() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files"], check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    top = {line.strip('"').split("/")[0] for line in listed.splitlines()}
+    files = {"pyproject.toml", "README.md", "LICENSE"}
+    folders = {"jaxpage", "ops", "models", "server", "tests", "scripts"}
+    assert {name for name in top if not name.startswith(".")} - files - folders == set()
+    assert all((ROOT / name).is_dir() for name in top & folders)

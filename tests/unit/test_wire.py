@@ -1,0 +1,129 @@
+"""Messages between the processes: they arrive as they were sent, and nothing else arrives."""
+
+import msgspec
+import pytest
+
+from jaxpage import wire
+from jaxpage.sampling_params import SamplingParams
+
+FULL_PARAMS = SamplingParams(
+    temperature=0.7,
+    top_p=0.9,
+    top_k=-1,
+    min_p=0.05,
+    seed=-(2**63),
+    max_tokens=None,
+    min_tokens=3,
+    stop=("🦙", "\n\n", "\u0001"),
+    stop_token_ids=(0, 7),
+    include_stop_str_in_output=True,
+    ignore_eos=True,
+    skip_special_tokens=False,
+)
+TO_ENGINE: list[wire.ToEngine] = [
+    wire.AddRequest("r-1", [1, 2, 3], SamplingParams(), 5, 16),
+    wire.AddRequest("é\u0000🦙", [0, 2**31 - 1], FULL_PARAMS, 2**63 - 1, 1),
+    wire.AddRequest("r-2", list(range(5000)), SamplingParams(temperature=0, max_tokens=1), -(2**63), 2**31),
+    wire.AbortRequests([]),
+    wire.AbortRequests(["r-1", "r-2"]),
+    wire.Shutdown(),
+]
+FROM_ENGINE: list[wire.FromEngine] = [
+    wire.Hello(),
+    wire.Ready(8192, 49152, [2, 0], 4096, 16),
+    wire.Ready(1, 1, [], 2, 1),
+    wire.Outputs([], {}),
+    wire.Outputs(
+        [
+            wire.TokenOutput("r-1", [5]),
+            wire.TokenOutput("r-2", [5, 6, 7], "stop", 7),
+            wire.TokenOutput("r-3", [8], "length"),
+            wire.TokenOutput("r-4", [2], "stop", None),
+        ],
+        {"num_requests_running": 4, "kv_cache_usage_perc": 0.25},
+    ),
+    wire.Dead("RuntimeError", "out of memory: 🦙"),
+]
+
+
+@pytest.mark.parametrize("message", TO_ENGINE, ids=lambda message: type(message).__name__)
+def test_a_message_to_the_engine_arrives_as_it_was_sent(message: wire.ToEngine) -> None:
+    arrived = wire.decode_to_engine(wire.encode(message))
+    assert type(arrived) is type(message)
+    assert arrived == message
+
+
+@pytest.mark.parametrize("message", FROM_ENGINE, ids=lambda message: type(message).__name__)
+def test_a_message_from_the_engine_arrives_as_it_was_sent(message: wire.FromEngine) -> None:
+    arrived = wire.decode_from_engine(wire.encode(message))
+    assert type(arrived) is type(message)
+    assert arrived == message
+
+
+def test_sequences_of_parameters_arrive_as_tuples() -> None:
+    sent = wire.AddRequest("r", [1], FULL_PARAMS, 0, 1)
+    arrived = wire.decode_to_engine(wire.encode(sent))
+    assert isinstance(arrived, wire.AddRequest)
+    assert isinstance(arrived.params.stop, tuple)
+    assert isinstance(arrived.params.stop_token_ids, tuple)
+    assert hash(arrived.params) == hash(FULL_PARAMS)
+
+
+def test_neither_side_takes_the_other_sides_messages() -> None:
+    for to_engine in TO_ENGINE:
+        with pytest.raises(msgspec.ValidationError):
+            wire.decode_from_engine(wire.encode(to_engine))
+    for from_engine in FROM_ENGINE:
+        with pytest.raises(msgspec.ValidationError):
+            wire.decode_to_engine(wire.encode(from_engine))
+
+
+GARBAGE = [b"", b"\xff", b"\x00", b"\xc1", b"hello", b"\x93\xa3add", b"\x80\x04\x95."]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_bytes_that_are_no_message_are_refused(garbage: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        wire.decode_to_engine(garbage)
+    with pytest.raises(msgspec.DecodeError):
+        wire.decode_from_engine(garbage)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [],
+        ["nonsense"],
+        ["add"],
+        ["add", "r", [1], {}, 0],
+        ["add", "r", ["a"], {}, 0, 1],
+        ["add", "r", [1], [], 0, 1],
+        ["add", 5, [1], {}, 0, 1],
+        ["abort", "r"],
+        ["ready", 1, 1, [2], 2],
+        ["outputs", [["r"]], {}],
+        ["outputs", [["r", [1], 3]], {}],
+        ["dead", "kind"],
+    ],
+)
+def test_a_message_with_missing_or_wrong_fields_is_refused(fields: list[object]) -> None:
+    packed = wire.encode(fields)
+    with pytest.raises(msgspec.ValidationError):
+        wire.decode_to_engine(packed)
+    with pytest.raises(msgspec.ValidationError):
+        wire.decode_from_engine(packed)
+
+
+def test_parameters_are_checked_again_on_arrival() -> None:
+    packed = wire.encode(["add", "r", [1], {"temperature": -1.0}, 0, 1])
+    with pytest.raises(msgspec.ValidationError, match=r"temperature is -1\.0"):
+        wire.decode_to_engine(packed)
+
+
+def test_every_cut_of_a_message_is_refused() -> None:
+    packed = wire.encode(wire.AddRequest("r-1", [1, 2, 300], FULL_PARAMS, 5, 16))
+    for length in range(len(packed)):
+        with pytest.raises(msgspec.DecodeError):
+            wire.decode_to_engine(packed[:length])
+    with pytest.raises(msgspec.DecodeError):
+        wire.decode_to_engine(packed + b"\x00")
