@@ -256,5 +256,5 @@ class AsyncEngine:
         for _, stream in self._streams.values():
             stream.fail(EngineDeadError(str(error)))
         self._streams.clear()
-        if not self._stopping:
+        if self._ready.is_set() and not self._stopping:
             logger.error("engine: %s", error)

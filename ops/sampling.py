@@ -87,7 +87,9 @@ def _filter(logits: jax.Array, state: SamplingState) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(probabilities, jnp.int32)
     wanted = state.top_p * jnp.sum(probabilities, axis=-1)
     kept_by_p = _largest_threshold(bits, lambda keep: jnp.sum(jnp.where(keep, probabilities, 0), axis=-1) >= wanted)
-    kept_by_p = jnp.where(state.top_p < 1, kept_by_p, 0)
+    # The most probable token (relative probability 1) stays even where top_p underflows to 0 in float32.
+    one = jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
+    kept_by_p = jnp.where(state.top_p < 1, jnp.minimum(kept_by_p, one), 0)
     return jnp.where((bits >= kept_by_p[:, None]) & (probabilities > 0), logits, -jnp.inf)
 
 

@@ -92,7 +92,7 @@ def pack_admission(admitted: AdmittedRequest, capacity: int) -> np.ndarray:
         len(admitted.token_ids),
         request.num_prompt_tokens,
         admitted.num_computed_tokens,
-        max(params.top_k, 0),
+        min(max(params.top_k, 0), _UNUSED),
         params.min_tokens,
     )
     seed = request.seed & (2**64 - 1)

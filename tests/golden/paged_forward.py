@@ -1,8 +1,8 @@
-"""Logits of a whole prompt through the paged cache: what the engine's step does for one request, without the engine."""
+"""Logits of whole prompts through the paged cache: what the engine's step does, without the engine."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,9 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxpage.models import llama
-from jaxpage.models.checkpoint import Checkpoint
-from jaxpage.models.config import ModelConfig
 from jaxpage.models.loading import open_checkpoint
-from jaxpage.models.params import Params, load_params
-from jaxpage.models.registry import Model, resolve_model
+from jaxpage.models.params import load_params
+from jaxpage.models.registry import resolve_model
 from jaxpage.ops.attention import AttentionMetadata, paged_attention
 
 BLOCK_SIZE = 16
@@ -25,71 +23,88 @@ MAX_LEN = 128
 
 
 class LoadedModel:
-    """A checkpoint in float32, as the engine loads it."""
+    """A checkpoint in float32, loaded as the engine does."""
 
-    def __init__(self, path: object) -> None:
-        self.checkpoint: Checkpoint = open_checkpoint(str(path))
-        self.module: Model
-        self.config: ModelConfig
-        self.module, self.config = resolve_model(self.checkpoint)
+    def __init__(self, path: Path) -> None:
+        checkpoint = open_checkpoint(str(path))
+        self.module, self.config = resolve_model(checkpoint)
         mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
-        specs = self.module.param_specs(self.config)
-        self.params: Params = load_params(specs, self.checkpoint, np.dtype(np.float32), mesh)
+        self.params = load_params(self.module.param_specs(self.config), checkpoint, np.dtype(np.float32), mesh)
 
-    def logits(self, prompt: Sequence[int], chunk: int) -> np.ndarray:
-        """Logits at every position of `prompt`, `chunk` tokens to a step, as [tokens, vocab] float32."""
-        table = scattered_block_table()
+    def logits(self, tokens: Sequence[int], chunk: int = MAX_LEN, prompt_len: int | None = None) -> np.ndarray:
+        """Logits at every position of `tokens`, `chunk` of them to a step, as [tokens, vocab] float32.
+
+        The first `prompt_len` tokens are the prompt and the rest its output; by default all are the prompt.
+        """
+        return self.batch_logits([tokens], chunk, prompt_len)[0]
+
+    def batch_logits(
+        self, sequences: Sequence[Sequence[int]], chunk: int = MAX_LEN, prompt_len: int | None = None
+    ) -> list[np.ndarray]:
+        """The same for several sequences that share each step, every one with `chunk` tokens in it."""
         shape = (NUM_BLOCKS, 2, BLOCK_SIZE)
         # A slot that was never written holds NaN: reading one shows.
         cache = [
             jnp.full((*shape, spec.num_kv_heads, spec.head_dim), jnp.nan) for spec in self.module.kv_specs(self.config)
         ]
-        chunks = []
-        for start in range(0, len(prompt), chunk):
-            tokens = np.zeros(chunk, np.int32)
-            count = min(chunk, len(prompt) - start)
-            tokens[:count] = prompt[start : start + count]
-            positions, metadata = one_row(table, start, count, chunk, len(prompt))
+        tables = _scattered_block_tables(len(sequences))
+        logits: list[list[np.ndarray]] = [[] for _ in sequences]
+        for start in range(0, max(map(len, sequences)), chunk):
+            counts = np.array([min(max(len(tokens) - start, 0), chunk) for tokens in sequences])
+            ends = np.cumsum(counts)
+            tokens = np.zeros(len(sequences) * chunk, np.int32)
+            tokens[: ends[-1]] = [token for sequence in sequences for token in sequence[start : start + chunk]]
+            positions, metadata = _step(
+                tables, start, counts, chunk, [prompt_len or len(sequence) for sequence in sequences]
+            )
             hidden, cache = self.module.forward(
                 self.params, jnp.asarray(tokens), positions, cache, metadata, self.config
             )
-            chunks.append(np.asarray(self.module.logits(self.params, hidden, self.config))[:count])
-        return np.concatenate(chunks)
+            step_logits = np.asarray(self.module.logits(self.params, hidden, self.config))
+            for row, end in enumerate(ends):
+                logits[row].append(step_logits[end - counts[row] : end])
+        return [np.concatenate(parts) for parts in logits]
 
 
-def scattered_block_table() -> np.ndarray:
+def _scattered_block_tables(num_rows: int) -> np.ndarray:
     """Blocks in no order, as a cache that has been in use hands them out; block 0 is the null block."""
-    return np.random.RandomState(3).permutation(np.arange(1, NUM_BLOCKS))[: MAX_LEN // BLOCK_SIZE].astype(np.int32)
+    width = MAX_LEN // BLOCK_SIZE
+    ids = np.random.RandomState(3).permutation(np.arange(1, NUM_BLOCKS))[: num_rows * width]
+    return ids.reshape(num_rows, width).astype(np.int32)
 
 
-def one_row(
-    table: np.ndarray, start: int, count: int, padded: int, prompt_len: int
+def _step(
+    tables: np.ndarray, start: int, counts: np.ndarray, chunk: int, prompt_lens: Sequence[int]
 ) -> tuple[jax.Array, AttentionMetadata]:
-    """Positions and metadata of a step that computes `count` tokens of one prompt, padded to `padded`.
+    """Positions and metadata of a step in which row r computes `counts[r]` tokens from position `start` on."""
+    num_tokens = len(counts) * chunk
+    row = np.minimum(np.searchsorted(np.cumsum(counts), np.arange(num_tokens), side="right"), len(counts) - 1)
+    query_start = np.concatenate([[0], np.cumsum(counts)])
+    live = np.arange(num_tokens) < query_start[-1]
+    positions = np.where(live, start + np.arange(num_tokens) - query_start[row], 0)
+    slots = tables[row, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
 
-    The lengths that RoPE sees are those of the whole prompt, however it is chunked.
-    """
-    positions = np.where(np.arange(padded) < count, start + np.arange(padded), 0)
-    slots = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    arrays: dict[str, Any] = {
-        "slots": np.where(np.arange(padded) < count, slots, NUM_BLOCKS * BLOCK_SIZE),
-        "block_tables": table[None],
-        "query_start": [0, count],
-        "query_lens": [count],
-        "kv_lens": [start + count],
-        "rope_lengths": np.maximum(prompt_len, positions + 1),
-    }
+    def ints(values: object) -> jax.Array:
+        return jnp.asarray(values, jnp.int32)
+
     metadata = AttentionMetadata(
-        **{name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}, max_query_len=padded
+        slots=ints(np.where(live, slots, NUM_BLOCKS * BLOCK_SIZE)),
+        block_tables=ints(tables),
+        query_start=ints(query_start),
+        query_lens=ints(counts),
+        kv_lens=ints(np.where(counts > 0, start + counts, 0)),
+        # The rule of `ops.rope`: the same length however a prompt is chunked.
+        rope_lengths=ints(np.maximum(np.asarray(prompt_lens)[row], positions + 1)),
+        max_query_len=chunk,
     )
-    return jnp.asarray(positions, jnp.int32), metadata
+    return ints(positions), metadata
 
 
 @contextmanager
 def compiled_attention() -> Iterator[None]:
     """Compile attention once for all models of a shape; run op by op, its loop would compile at every call.
 
-    The rest of the forward pass runs op by op: a program for each config would take minutes to compile.
+    The rest of a forward pass runs op by op: a program for each config would take minutes to compile.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama, "paged_attention", jax.jit(paged_attention, static_argnames=("scale", "window")))

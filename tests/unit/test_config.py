@@ -91,4 +91,4 @@ def test_options_are_frozen_and_each_explains_itself(config: EngineConfig | Serv
 
 def test_options_are_given_by_name_only() -> None:
     with pytest.raises(TypeError):
-        EngineConfig("smollm2-135m")  # type: ignore[misc]
+        EngineConfig("smollm2-135m")  # type: ignore[call-arg]

@@ -1,0 +1,44 @@
+"""Products with weights equal numpy's in both operand orders, with any number of output axes."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpage.ops import matmul
+from jaxpage.ops.matmul import linear
+
+IN = 48
+
+
+def case(num_tokens: int, out: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x [tokens, in], weight [*out, in], bias [*out]."""
+    rng = np.random.default_rng(num_tokens)
+    x, weight = rng.normal(size=(num_tokens, IN)), rng.normal(size=(*out, IN))
+    return x.astype(np.float32), weight.astype(np.float32), rng.normal(size=out).astype(np.float32)
+
+
+# 48 rows are the most that put the weight first.
+@pytest.mark.parametrize("num_tokens", [1, 48, 49])
+@pytest.mark.parametrize("out", [(40,), (2, 20), (2, 5, 8)], ids=str)
+def test_product_equals_numpy_with_and_without_bias(num_tokens: int, out: tuple[int, ...]) -> None:
+    x, weight, bias = case(num_tokens, out)
+    expected = np.einsum("ti,oi->to", x.astype(np.float64), weight.reshape(-1, IN)).reshape(num_tokens, *out)
+    without, with_bias = jax.jit(lambda *args: (linear(args[0], args[1]), linear(*args)))(x, weight, bias)
+    assert without.shape == with_bias.shape == (num_tokens, *out)
+    np.testing.assert_allclose(without, expected, atol=2e-5)
+    np.testing.assert_allclose(with_bias, expected + bias, atol=2e-5)
+
+
+def test_a_row_has_the_same_product_on_either_side_of_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = case(8, (2, 20))
+    weight_first = np.asarray(linear(x, weight, bias))
+    monkeypatch.setattr(matmul, "_MAX_WEIGHT_FIRST_ROWS", 0)
+    np.testing.assert_allclose(weight_first, linear(x, weight, bias), atol=2e-5)
+
+
+def test_result_has_the_type_of_the_input() -> None:
+    x, weight, bias = (array.astype("bfloat16") for array in case(4, (2, 20)))
+    got = linear(x, weight, bias)
+    assert got.dtype == x.dtype
+    expected = np.einsum("ti,poi->tpo", x.astype(np.float64), weight.astype(np.float64)) + bias.astype(np.float64)
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=0.2)

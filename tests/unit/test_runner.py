@@ -1,0 +1,283 @@
+"""The engine core in this process: the same tokens whatever the batch, and no compiling once it is warm."""
+
+import logging
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxpage.config import EngineConfig
+from jaxpage.engine_core import EngineCore
+from jaxpage.runner.step import trace_counts
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.wire import AddRequest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
+
+import tiny
+
+BLOCK_SIZE = 16
+Tokens = dict[str, list[int]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compiles() -> Iterator[None]:
+    """These tests compile some ten programs and run each a few times."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the tiny Llama as "model" and compiled programs as "programs"."""
+    path = tmp_path_factory.mktemp("runner")
+    tiny.write_checkpoint(path / "model", tiny.TINY["llama"], tiny.make_weights(tiny.TINY["llama"]))
+    return path
+
+
+def make_engine(folder: Path, **options: Any) -> EngineCore:
+    defaults: dict[str, Any] = {
+        "max_model_len": 192,
+        "num_blocks": 80,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "compile_cache_dir": str(folder / "programs"),
+    }
+    return EngineCore(EngineConfig(model=str(folder / "model"), background_compile=False, **defaults | options))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> EngineCore:
+    """Room for everything: no prompt of these tests is chunked in it, nothing preempted."""
+    return make_engine(folder)
+
+
+def request(
+    request_id: str, length: int, max_tokens: int = 8, *, seed: int = 0, start: int = 0, **params: Any
+) -> AddRequest:
+    """A request whose prompt is `length` of the tiny prompt's tokens from `start` on; greedy unless told otherwise."""
+    options = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens} | params)
+    return AddRequest(request_id, tiny.prompt(start + length)[start:], options, seed, max_tokens)
+
+
+def serve(engine: EngineCore, requests: Sequence[AddRequest], *, stagger: int = 0) -> tuple[Tokens, dict[str, str]]:
+    """Run requests to their end. Returns tokens and finish reasons by request id.
+
+    With `stagger`, a new request comes after every so many steps; otherwise all come at once.
+    """
+    waiting = list(requests)
+    tokens: Tokens = {message.request_id: [] for message in requests}
+    reasons: dict[str, str] = {}
+    for step in range(10_000):
+        while waiting and (not stagger or step >= stagger * (len(requests) - len(waiting))):
+            engine.add(waiting.pop(0))
+        if not waiting and not engine.has_requests:
+            break
+        for output in engine.step():
+            tokens[output.request_id].extend(output.token_ids)
+            if output.finish_reason is not None:
+                assert output.request_id not in reasons
+                reasons[output.request_id] = output.finish_reason
+        engine.scheduler.kv_cache.check_integrity()
+    assert reasons.keys() == tokens.keys()
+    assert engine.scheduler.kv_cache.pool.usage == 0
+    return tokens, reasons
+
+
+def serve_alone(engine: EngineCore, requests: Sequence[AddRequest]) -> Tokens:
+    """Each request by itself."""
+    return {name: tokens for message in requests for name, tokens in serve(engine, [message])[0].items()}
+
+
+SAMPLED = [
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.8, "top_p": 0.9, "seed": -3},
+    {"temperature": 1.5, "top_k": 10, "seed": 2**40},
+    {"temperature": 1.0, "min_p": 0.05, "seed": 5, "min_tokens": 6, "ignore_eos": False},
+]
+"""Options of seeded requests."""
+
+
+def seeded(request_id: str, length: int, max_tokens: int = 8, *, kind: int, start: int = 0) -> AddRequest:
+    options = dict(SAMPLED[kind])
+    return request(request_id, length, max_tokens, seed=options.pop("seed"), start=start, **options)
+
+
+def varied() -> list[AddRequest]:
+    """Greedy and seeded requests of many lengths, more than there are rows."""
+    greedy = [request(f"greedy-{n}", n, 12, start=n % 7) for n in (1, 5, 16, 17, 33, 48, 64, 100)]
+    return greedy + [seeded(f"seeded-{i}", n, 15, kind=i) for i, n in enumerate((3, 20, 47, 90))]
+
+
+@pytest.fixture(scope="module")
+def varied_alone(engine: EngineCore) -> Tokens:
+    """What each of `varied` gives by itself."""
+    return serve_alone(engine, varied())
+
+
+def test_serving_after_warm_up_traces_and_compiles_nothing(
+    engine: EngineCore, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = dict(trace_counts)
+    assert before["step"] > 0
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
+        serve(engine, varied(), stagger=2)
+        serve(engine, [request("stopped", 150, 40, ignore_eos=False, stop_token_ids=(7, 9))])
+    assert dict(trace_counts) == before
+    assert [record.getMessage() for record in caplog.records if "ompil" in record.getMessage()] == []
+
+
+def test_requests_give_the_same_tokens_together_as_alone(engine: EngineCore, varied_alone: Tokens) -> None:
+    assert serve(engine, varied())[0] == varied_alone
+    assert serve(engine, varied(), stagger=3)[0] == varied_alone
+
+
+def test_requests_give_the_same_tokens_in_any_row(engine: EngineCore, varied_alone: Tokens) -> None:
+    for shift in (3, 7):
+        messages = varied()[::-1]
+        assert serve(engine, messages[shift:] + messages[:shift])[0] == varied_alone
+
+
+def test_seeds_decide_what_is_sampled(engine: EngineCore) -> None:
+    tokens = serve(engine, [request(f"{i}", 5, 20, temperature=2.0, seed=i % 6) for i in range(8)])[0]
+    assert tokens["0"] == tokens["6"]
+    assert tokens["1"] == tokens["7"]
+    assert len({tuple(sequence) for sequence in tokens.values()}) == 6
+
+
+def test_minimum_tokens_hold_back_the_end_of_the_text(engine: EngineCore) -> None:
+    """The third greedy token, made a stop token, ends the text there; before the minimum it is masked."""
+    plain = serve(engine, [request("plain", 9, 30)])[0]["plain"]
+    stop = plain[2]
+    assert stop not in plain[:2]
+    stopped, reasons = serve(engine, [request("stopped", 9, 30, stop_token_ids=(stop,))])
+    assert (stopped["stopped"], reasons["stopped"]) == (plain[:3], "stop")
+    held, _ = serve(engine, [request("held", 9, 30, stop_token_ids=(stop,), min_tokens=6)])
+    assert len(held["held"]) >= 6
+    assert held["held"][:2] == plain[:2]
+    assert stop not in held["held"][:6]
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 3, 4, 5])
+def test_b23_padded_batches_equal_solo_runs(engine: EngineCore, num_requests: int) -> None:
+    requests = [
+        request("five", 5),
+        seeded("sampled", 21, kind=0),
+        request("seventeen", 17),
+        request("thirty-three", 33),
+        seeded("filtered", 16, kind=2),
+    ]
+    chosen = requests[:num_requests]
+    assert serve(engine, chosen)[0] == serve_alone(engine, chosen)
+
+
+@pytest.mark.parametrize("budget", [32, 64])
+def test_b05_prompts_around_chunk_borders_equal_unchunked_ones(folder: Path, engine: EngineCore, budget: int) -> None:
+    chunked = make_engine(folder, max_num_batched_tokens=budget)
+    lengths = [budget - 1, budget, budget + 1, 2 * budget - 1, 2 * budget, 2 * budget + 1, 3 * BLOCK_SIZE]
+    requests = [request(f"{n}", n) for n in lengths]
+    expected = serve(engine, requests)[0]
+    assert serve_alone(chunked, requests) == expected
+    # Four at a time, a decode running beside them.
+    decode = seeded("decode", 3, 40, kind=1)
+    beside = serve_alone(engine, [decode])
+    for batch in (requests[:4], requests[3:]):
+        names = [message.request_id for message in batch]
+        got = serve(chunked, [decode, *batch], stagger=2)[0]
+        assert got == {name: expected[name] for name in names} | beside
+
+
+def test_varied_requests_are_the_same_in_chunks(folder: Path, varied_alone: Tokens) -> None:
+    assert serve(make_engine(folder, max_num_batched_tokens=64), varied())[0] == varied_alone
+
+
+@pytest.fixture(scope="module")
+def small_engine(folder: Path) -> EngineCore:
+    """Nine usable blocks: 144 tokens."""
+    return make_engine(folder, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=16)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
+def test_b06_preempted_requests_give_the_same_tokens(
+    engine: EngineCore, small_engine: EngineCore, sampled: bool
+) -> None:
+    if sampled:
+        requests = [seeded(f"{i}", 5, 100, kind=i, start=i) for i in range(3)]
+    else:
+        requests = [request(f"{i}", 5, 100, start=i) for i in range(3)]
+    before = small_engine.stats()["num_preemptions"]
+    tokens, reasons = serve(small_engine, requests)
+    assert small_engine.stats()["num_preemptions"] > before
+    assert {len(sequence) for sequence in tokens.values()} == {100}
+    assert set(reasons.values()) == {"length"}
+    assert tokens == serve_alone(engine, requests)
+
+
+def test_b07_context_is_clamped_to_the_pool_with_a_warning(
+    folder: Path, small_engine: EngineCore, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert small_engine.ready.max_model_len == 9 * BLOCK_SIZE
+    with caplog.at_level(logging.WARNING):
+        make_engine(folder, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=16)
+    assert any("max_model_len lowered from 192 to 144" in record.getMessage() for record in caplog.records)
+
+
+def test_b07_request_that_fills_the_pool_ends_with_length(engine: EngineCore, small_engine: EngineCore) -> None:
+    room = small_engine.ready.max_model_len - 40
+    before = small_engine.stats()["num_preemptions"]
+    tokens, reasons = serve(small_engine, [request("long", 40, room), request("short", 5, 4)])
+    assert reasons == {"long": "length", "short": "length"}
+    assert (len(tokens["long"]), len(tokens["short"])) == (room, 4)
+    assert tokens == serve_alone(engine, [request("long", 40, room), request("short", 5, 4)])
+    tokens, reasons = serve(small_engine, [request("alone", 40, room)])
+    assert (len(tokens["alone"]), reasons["alone"]) == (room, "length")
+    assert small_engine.stats()["num_preemptions"] <= before + 1  # nothing goes round in circles
+
+
+def test_aborted_requests_leave_their_rows_and_blocks_to_others(engine: EngineCore, varied_alone: Tokens) -> None:
+    for i in range(8):
+        engine.add(request(f"aborted-{i}", 30 + i, 50))
+    for _ in range(3):
+        engine.step()
+    for i in range(8):
+        engine.abort(f"aborted-{i}")
+    assert not engine.has_requests
+    assert serve(engine, varied())[0] == varied_alone
+
+
+def test_second_engine_takes_every_program_from_disk(
+    folder: Path, engine: EngineCore, varied_alone: Tokens
+) -> None:
+    before = dict(trace_counts)
+    second = make_engine(folder)
+    stats = second.stats()
+    assert stats["num_programs_loaded"] == stats["num_programs"] == engine.stats()["num_programs"] > 0
+    assert dict(trace_counts) == before
+    assert serve(second, varied())[0] == varied_alone
+
+
+def test_damaged_programs_are_compiled_again_with_a_warning(
+    folder: Path, engine: EngineCore, varied_alone: Tokens, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    programs = tmp_path / "programs"
+    shutil.copytree(folder / "programs", programs)
+    # The smallest are the admissions of this engine and others: quick to compile.
+    damaged = sorted(programs.glob("*.program"), key=lambda path: path.stat().st_size)[:4]
+    for i, path in enumerate(damaged):
+        path.write_bytes([b"", path.read_bytes()[:100], b"no program at all", b"\x80"][i])
+    with caplog.at_level(logging.WARNING):
+        second = make_engine(folder, compile_cache_dir=str(programs))
+    warnings = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    stats = second.stats()
+    num_compiled = stats["num_programs"] - stats["num_programs_loaded"]
+    assert num_compiled == len(warnings) > 0
+    assert all(any(str(path) in warning for path in damaged) for warning in warnings)
+    assert serve(second, varied())[0] == varied_alone
+    # They were written anew.
+    third = make_engine(folder, compile_cache_dir=str(programs)).stats()
+    assert third["num_programs_loaded"] == third["num_programs"]

@@ -1,0 +1,250 @@
+"""The sampler against a sorted float64 reference, and what a draw may and may not depend on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jaxpage.ops.sampling import SamplingState, _filter, sample
+from jaxpage.sampling_params import SamplingParams
+
+ROWS, VOCAB = 8, 97
+UNUSED = 2**31 - 1
+run_sample, run_filter = jax.jit(sample), jax.jit(_filter)
+DEFAULTS: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "seed": 0,
+    "position": 10,
+    "min_position": 0,
+    "stop_token_ids": (),
+}
+
+
+def state(rows: Sequence[dict[str, Any]]) -> SamplingState:
+    """Rows of options; what a row leaves out is off."""
+    full = [DEFAULTS | row for row in rows]
+    seeds = [row["seed"] & (2**64 - 1) for row in full]
+
+    def column(name: str, dtype: Any) -> jax.Array:
+        return jnp.array([row[name] for row in full], dtype)
+
+    return SamplingState(
+        **{name: column(name, jnp.float32) for name in ("temperature", "top_p", "min_p")},
+        **{name: column(name, jnp.int32) for name in ("top_k", "position", "min_position")},
+        seed=jnp.array([[seed >> 32, seed & (2**32 - 1)] for seed in seeds], jnp.uint32),
+        stop_token_ids=jnp.array(
+            [[*row["stop_token_ids"], *[UNUSED] * (4 - len(row["stop_token_ids"]))] for row in full], jnp.int32
+        ),
+    )
+
+
+def draw(logits: np.ndarray, rows: Sequence[dict[str, Any]]) -> list[int]:
+    tokens: list[int] = np.asarray(run_sample(jnp.asarray(logits), state(rows))).tolist()
+    return tokens
+
+
+def random_logits(seed: int = 0, rows: int = ROWS) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(rows, VOCAB)).astype(np.float32) * 3
+
+
+def kept(logits: np.ndarray, rows: Sequence[dict[str, Any]]) -> np.ndarray:
+    """What the filter leaves, as [rows, vocab] bool; what it leaves is unchanged."""
+    got = np.asarray(run_filter(jnp.asarray(logits), state(rows)))
+    is_kept = got > -np.inf
+    np.testing.assert_array_equal(got[is_kept], logits[is_kept])
+    return is_kept
+
+
+def support(logits: np.ndarray, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, slack: float = 0.0) -> set[int]:
+    """Tokens that min-p, then top-k, then top-p leave of one row; ties with the last one stay.
+
+    `slack` loosens the two thresholds of probability, which float32 cannot meet exactly; below 0 it tightens them.
+    """
+    exact = logits.astype(np.float64)
+    probabilities = np.exp(exact - exact.max())
+    probabilities[probabilities < min(min_p * (1 - slack), 1)] = 0  # the most probable one is 1 exactly
+    ordered = np.sort(probabilities)[::-1]
+    if 0 < top_k < len(ordered):
+        probabilities[probabilities < ordered[top_k - 1]] = 0
+    probabilities /= probabilities.sum()
+    ordered = np.sort(probabilities)[::-1]
+    if top_p < 1:
+        enough = int(np.argmax(np.cumsum(ordered) >= min(top_p + slack, 1 - 1e-12)))
+        probabilities[probabilities < ordered[enough]] = 0
+    return set(np.flatnonzero(probabilities > 0).tolist())
+
+
+def test_temperature_zero_takes_the_argmax_of_every_row() -> None:
+    logits = random_logits()
+    assert draw(logits, [{"temperature": 0.0, "seed": i} for i in range(ROWS)]) == logits.argmax(-1).tolist()
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    logits = np.zeros((ROWS, VOCAB), np.float32)
+    logits[:, [5, 40]] = 1
+    assert draw(logits, [{"temperature": 0.0}] * ROWS) == [5] * ROWS
+
+
+@pytest.mark.parametrize("temperature", [1e-8, 1e-6, 1e-5, 1e-4])
+def test_b14_tiny_temperatures_are_greedy(temperature: float) -> None:
+    logits = random_logits()
+    effective = SamplingParams(temperature=temperature).effective_temperature
+    for value in (temperature, effective):  # the sampler alone, and as requests reach it
+        rows = [{"temperature": value, "seed": i, "top_p": 1 - 0.1 * (i % 2)} for i in range(ROWS)]
+        assert draw(logits * 10, rows) == logits.argmax(-1).tolist()
+
+
+def test_b14_greedy_tiny_and_random_rows_share_a_batch() -> None:
+    logits = random_logits()
+    best = logits.argmax(-1).tolist()
+    rows = [
+        {"temperature": 0.0},
+        {"temperature": 0.01},
+        {"top_p": 1e-4},
+        {"top_p": 1e-9},
+        {"min_p": 1.0},
+        {"top_k": 1},
+        {"temperature": 2.0, "seed": 1},
+        {"temperature": 2.0, "seed": 2},
+    ]
+    for seed in range(20):
+        drawn = draw(logits * 2, [row | {"seed": seed + 10 * i} for i, row in enumerate(rows)])
+        assert drawn[:6] == best[:6]
+        assert all(0 <= token < VOCAB for token in drawn)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, ROWS])
+def test_draws_depend_on_seed_and_position_alone(num_rows: int) -> None:
+    """The same request in every row of batches of several sizes, beside neighbours of every kind."""
+    logits = random_logits(1, rows=1)
+    requests = [
+        {"seed": 7, "position": 33},
+        {"seed": -5, "position": 33, "top_k": 20},
+        {"seed": 2**40 + 7, "position": 34, "top_p": 0.9},
+        {"seed": 7, "position": 1000, "min_p": 0.01, "temperature": 1.7},
+    ]
+    neighbours = [
+        {"temperature": 0.0},
+        {"temperature": 0.01, "seed": 7},
+        {"top_k": 3, "top_p": 0.5, "seed": 8},
+        {"min_position": 90, "stop_token_ids": (1, 2, 3), "seed": 9},
+        {"seed": 7, "position": 34},
+    ]
+    alone = [draw(logits, [request])[0] for request in requests]
+    for request, expected in zip(requests, alone, strict=True):
+        for row in range(num_rows):
+            others = [neighbours[(row + i) % len(neighbours)] for i in range(num_rows)]
+            batch = random_logits(row + 2, rows=num_rows)
+            batch[row] = logits[0]
+            others[row] = request
+            assert draw(batch, others)[row] == expected
+
+
+def test_other_seeds_and_positions_give_other_draws() -> None:
+    flat = np.zeros((1024, VOCAB), np.float32)
+    base = draw(flat, [{"seed": 3, "position": i} for i in range(1024)])
+    others = (
+        [{"seed": 4, "position": i} for i in range(1024)],
+        [{"seed": 3 + 2**32, "position": i} for i in range(1024)],  # the high half of the seed counts, too
+        [{"seed": 3, "position": i + 1} for i in range(1024)],
+    )
+    for rows in others:
+        same = sum(a == b for a, b in zip(base, draw(flat, rows), strict=True))
+        assert same < 40  # by chance 1024 / 97, about 11
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}], ids=str)
+@pytest.mark.parametrize("varies", ["seed", "position"])
+def test_frequencies_of_draws_match_the_distribution(options: dict[str, Any], varies: str) -> None:
+    num_draws = 4096
+    row = np.array([2.0, 1.5, 1.0, 1.0, 0.5, 0.0, -0.5, -2.0], np.float32)
+    rows = [options | {varies: 1000 + i} for i in range(num_draws)]
+    counts = np.bincount(draw(np.tile(row, (num_draws, 1)), rows), minlength=len(row))
+
+    scaled = row / options.get("temperature", 1.0)
+    filters = {name: value for name, value in options.items() if name != "temperature"}
+    allowed = sorted(support(scaled, **filters))
+    assert counts.sum() == counts[allowed].sum()
+    expected = np.exp(scaled[allowed].astype(np.float64))
+    expected *= num_draws / expected.sum()
+    chi_square = float(((counts[allowed] - expected) ** 2 / expected).sum())
+    assert chi_square < 30  # 7 degrees of freedom at most: by chance once in 10,000 seeds
+
+
+ROW_FILTERS = st.fixed_dictionaries(
+    {
+        "top_k": st.sampled_from([0, 1, 2, VOCAB - 1, VOCAB, VOCAB + 1, 9999999]) | st.integers(1, VOCAB),
+        "top_p": st.sampled_from([1.0, 1e-9, 1e-4, 0.5, 0.999]) | st.floats(0.01, 0.99),
+        "min_p": st.sampled_from([0.0, 1.0, 1e-6, 0.3]) | st.floats(0.0, 1.0),
+    }
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150, database=None)
+@given(
+    rows=st.lists(ROW_FILTERS, min_size=ROWS, max_size=ROWS),
+    seed=st.integers(0, 2**16),
+    steps=st.sampled_from([1, 4, 64]),
+)
+@example(rows=[{"top_k": 1, "top_p": 1.0, "min_p": 0.0}] * ROWS, seed=0, steps=1)
+@example(rows=[{"top_k": 0, "top_p": 1.0, "min_p": 0.0}] * ROWS, seed=0, steps=64)
+def test_filters_keep_what_a_sorted_reference_keeps(rows: list[dict[str, Any]], seed: int, steps: int) -> None:
+    # On a grid: logits have many ties where `steps` is small, and never differ by less than float32 can tell.
+    logits = (np.random.default_rng(seed).integers(-8 * steps, 8 * steps + 1, size=(ROWS, VOCAB)) / steps).astype(
+        np.float32
+    )
+    for row, (got, options) in enumerate(zip(kept(logits, rows), rows, strict=True)):
+        least, most = (support(logits[row], **options, slack=slack) for slack in (-1e-5, 1e-5))
+        tokens = set(np.flatnonzero(got).tolist())
+        assert least <= tokens <= most, f"{options}: {tokens - most} too many, {least - tokens} missing"
+        assert int(logits[row].argmax()) in tokens
+
+
+def test_b16_top_k_that_is_off_or_beyond_the_vocabulary_keeps_all() -> None:
+    logits = random_logits(3)
+    params = [SamplingParams(top_k=k) for k in (-1, 0, VOCAB, VOCAB + 1, 9999999, 2**31 - 1)]
+    # As a request's value reaches the device: -1 is 0 there.
+    rows = [{"top_k": max(p.top_k, 0), "seed": 3} for p in params] + [{"seed": 3}] * 2
+    assert kept(logits, rows).all()
+    same = np.tile(logits[0], (ROWS, 1))
+    assert len(set(draw(same, rows))) == 1
+
+
+def test_edges_keep_the_most_probable_token_and_its_equals() -> None:
+    logits = random_logits(4)
+    logits[:, [11, 50]] = 20
+    rows = [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"top_k": 1, "top_p": 0.1, "min_p": 1.0}] * 2
+    for got in kept(logits, rows):
+        assert np.flatnonzero(got).tolist() == [11, 50]
+
+
+def test_the_smallest_top_p_that_a_request_may_have_keeps_the_most_probable_token() -> None:
+    logits = random_logits(4)
+    rows = [{"top_p": SamplingParams(top_p=p).top_p} for p in (1e-30, 1e-38, 1e-40, 1e-45, 1e-46, 1e-100, 5e-324, 1e-9)]
+    for got, row in zip(kept(logits, rows), logits, strict=True):
+        assert np.flatnonzero(got).tolist() == [int(row.argmax())]
+
+
+def test_stop_tokens_are_masked_before_the_minimum_position_only() -> None:
+    logits = random_logits(5)
+    logits[:, 20], logits[:, 30], logits[:, 40] = 60, 50, 40
+    early = {"position": 11, "min_position": 12}
+    rows = [
+        early | {"temperature": 0.0, "stop_token_ids": (20, 30)},
+        early | {"temperature": 1.0, "stop_token_ids": (20, 30)},
+        early | {"temperature": 1.0, "stop_token_ids": (20,), "top_k": 1},
+        early | {"temperature": 0.0},
+        {"position": 12, "min_position": 12, "temperature": 0.0, "stop_token_ids": (20, 30)},
+        {"position": 12, "min_position": 12, "temperature": 1.0, "stop_token_ids": (20, 30)},
+        {"position": 13, "min_position": 12, "temperature": 0.0, "stop_token_ids": (20,)},
+        {"temperature": 0.0, "stop_token_ids": (20, 30)},
+    ]
+    assert draw(logits, rows) == [40, 40, 30, 20, 20, 20, 20, 20]
