@@ -138,7 +138,7 @@ def _generate(args: argparse.Namespace) -> int:
         stop=tuple(args.stop),
         ignore_eos=args.ignore_eos,
     )
-    with LLM(**({"background_compile": True} | _options(args))) as llm:
+    with LLM(**_options(args)) as llm:
         prompts: list[Any] = args.prompt
         if args.chat:
             prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in args.prompt]

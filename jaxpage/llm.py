@@ -1,5 +1,6 @@
 """Offline inference: `LLM(model).generate(prompts)`. The engine runs in its own process, or in the caller's."""
 
+import os
 import random
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ class _LocalEngine:
 
         self._core = EngineCore(config)
         self.limits = self._core.ready
+        self.pid = os.getpid()
 
     def send(self, message: wire.AddRequest | wire.AbortRequests) -> None:
         if isinstance(message, wire.AddRequest):
@@ -52,6 +54,7 @@ class _RemoteEngine:
     def __init__(self, config: EngineConfig) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._process = EngineProcess(config, self._context)
+        self.pid = self._process.pid
         self._stats: dict[str, float] = {}
         try:
             while not isinstance(ready := self._next(), wire.Ready):
@@ -103,7 +106,6 @@ class LLM:
 
         Raises `ConfigError` or `ModelLoadError`.
         """
-        options.setdefault("background_compile", False)  # a batch is soon over: have every shape ready before it
         self.config = EngineConfig(model=model, **options)
         self.tokenizer = load_tokenizer(model)
         self._engine = (_RemoteEngine if multiprocess else _LocalEngine)(self.config)
@@ -115,6 +117,11 @@ class LLM:
     def max_model_len(self) -> int:
         """Most tokens of a request, prompt and output."""
         return self._engine.limits.max_model_len
+
+    @property
+    def engine_pid(self) -> int:
+        """Process id of the engine; this process's own with `multiprocess=False`."""
+        return self._engine.pid
 
     @property
     def stats(self) -> dict[str, float]:

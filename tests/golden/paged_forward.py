@@ -14,7 +14,7 @@ from jaxpage.models import llama
 from jaxpage.models.loading import open_checkpoint
 from jaxpage.models.params import load_params
 from jaxpage.models.registry import resolve_model
-from jaxpage.ops.attention import AttentionMetadata, paged_attention
+from jaxpage.ops.attention import AttentionMetadata
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 23
@@ -101,11 +101,13 @@ def _step(
 
 
 @contextmanager
-def compiled_attention() -> Iterator[None]:
-    """Compile attention once for all models of a shape; run op by op, its loop would compile at every call.
+def compiled_ops() -> Iterator[None]:
+    """Compile each op once for all configs of a shape.
 
-    The rest of a forward pass runs op by op: a program for each config would take minutes to compile.
+    Run eagerly, attention's loop would compile at every call; and a program for each config would take minutes.
     """
+    static = {"paged_attention": ("scale", "window"), "rms_norm": ("eps",)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llama, "paged_attention", jax.jit(paged_attention, static_argnames=("scale", "window")))
+        for name in ("paged_attention", "linear", "rms_norm", "apply_rope", "write_kv", "_mlp"):
+            patch.setattr(llama, name, jax.jit(getattr(llama, name), static_argnames=static.get(name, ())))
         yield

