@@ -74,7 +74,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"{_flag('port')} is {self.port}: it must be in [0, 65535]")
-        if self.shutdown_timeout < 0:
+        if not self.shutdown_timeout >= 0:  # nan is not, either
             raise ConfigError(f"{_flag('shutdown_timeout')} is {self.shutdown_timeout}: it must be at least 0 seconds")
 
 

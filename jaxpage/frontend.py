@@ -88,8 +88,9 @@ class StopText:
         if not self._stops:
             self.visible += delta
             return None
+        num_old = len(self._held)
         self._held += delta
-        if may_stop and (found := self._first_complete()) is not None:
+        if may_stop and (found := self._first_complete(num_old)) is not None:
             start, stop = found
             self.visible += self._held[: start + len(stop) if self._include else start]
             self._held = ""
@@ -107,13 +108,14 @@ class StopText:
             self._held = ""
         return stopped
 
-    def _first_complete(self) -> tuple[int, str] | None:
-        """The stop string whose last character comes first, and where it starts."""
-        ends = [(self._held.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in self._held]
-        if not ends:
-            return None
-        end, _, stop = min(ends)
-        return end - len(stop), stop
+    def _first_complete(self, num_old: int) -> tuple[int, str] | None:
+        """Where the stop string starts whose last character comes first, past the first `num_old` held ones.
+
+        One that was complete before, when it could not stop, is plain text.
+        """
+        starts = [(self._held.find(stop, max(0, num_old - len(stop) + 1)), stop) for stop in self._stops]
+        found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+        return min(found)[1:] if found else None
 
     def _unfinished_from(self) -> int:
         """Where the longest tail begins that may grow into a stop string."""
@@ -159,6 +161,12 @@ def open_request(
             "stop_token_ids",
         )
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    if params.min_tokens > max_tokens:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}, and {max_tokens} tokens is all that max_tokens and the context of "
+            f"{limits.max_model_len} leave: lower it",
+            "min_tokens",
+        )
     if params.seed is not None and params.seed != -1:
         seed = params.seed
     return OpenRequest(wire.AddRequest(request_id, token_ids, params, seed, max_tokens), text, tokenizer)

@@ -1,6 +1,6 @@
 """What a request may ask of the sampler. In: keyword options. Out: a checked, immutable `SamplingParams`."""
 
-import math
+import sys
 
 import msgspec
 
@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "temperature", self.temperature, _is_number(self.temperature) and 0 <= self.temperature <= 2, "in [0, 2]"
         )
         _check("top_p", self.top_p, _is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]")
-        _check("top_k", self.top_k, _is_int(self.top_k) and self.top_k >= -1, "-1 or 0 (off), or at least 1")
+        _check("top_k", self.top_k, _is_int(self.top_k) and -1 <= self.top_k < 2**63, "-1 or 0 (off), or at least 1")
         _check("min_p", self.min_p, _is_number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]")
         _check(
             "seed", self.seed, self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63), "an int64"
@@ -65,9 +65,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 self.min_tokens <= self.max_tokens,
                 f"at most max_tokens={self.max_tokens}",
             )
-        stop: object = self.stop
-        if isinstance(stop, str):
-            raise RequestError(f"stop must be a sequence of strings, not {stop!r}: write ({stop!r},)", "stop")
+        for field in ("stop", "stop_token_ids"):
+            value = getattr(self, field)
+            _check(field, value, isinstance(value, list | tuple), "a list or a tuple")
+        for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            value = getattr(self, field)
+            _check(field, value, isinstance(value, bool), "True or False")
         for text in self.stop:
             _check("stop", text, isinstance(text, str) and text != "", "non-empty strings")
         for token_id in self.stop_token_ids:
@@ -98,7 +101,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _check(field: str, value: object, ok: bool, allowed: str) -> None:

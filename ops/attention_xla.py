@@ -1,9 +1,8 @@
 """Ragged paged attention in plain XLA: the reference for the GPU kernel, and what a CPU runs.
 
-The batch is cut into query blocks of at most `QUERY_BLOCK` consecutive queries of one row. Query blocks are handled in
-groups; each group walks the KV tiles that its longest member needs with a running softmax (Dao et al., 2022). Both
-loops have run-time bounds, so that cost follows what is scheduled and not the padded shape. In a pure decode step
-every query block is one query and all rows make one group.
+The batch is cut into query blocks of at most `QUERY_BLOCK` consecutive queries of one row. All query blocks walk the KV
+together, tile by tile, with a running softmax (Dao et al., 2022); the walk ends, at run time, with the longest live row,
+so that cost follows what is scheduled and not the padded table. In a pure decode step every query is a block.
 """
 
 from typing import NamedTuple
@@ -13,8 +12,6 @@ import jax.numpy as jnp
 
 QUERY_BLOCK = 16
 """Queries of a row that are handled together."""
-GROUP = 8
-"""Query blocks that walk the KV tiles together in a step with prefill."""
 TILE_TOKENS = 64
 """KV positions read at a time."""
 
@@ -79,7 +76,7 @@ def _attend(blocks: _QueryBlocks, kv_layer: jax.Array, scale: float, window: int
     tile_tokens = tile_blocks * block_size
     tables = jnp.pad(blocks.block_tables, ((0, 0), (0, -width % tile_blocks)))
     # [n, g, h * m, d]: all queries that read one kv head in one product.
-    q = blocks.q.transpose(0, 2, 3, 1, 4).reshape(n, kv_heads, per_kv_head * m, head_dim) * scale
+    q = blocks.q.transpose(0, 2, 3, 1, 4).reshape(n, kv_heads, per_kv_head * m, head_dim)
     positions = jnp.tile(blocks.positions, (1, per_kv_head))[:, None, :, None]  # [n, 1, h * m, 1]
 
     num_tiles = jnp.max(blocks.positions) // tile_tokens + 1
@@ -100,7 +97,7 @@ def _attend(blocks: _QueryBlocks, kv_layer: jax.Array, scale: float, window: int
         # An unwritten slot may hold NaN, and 0 * NaN is NaN: values that no query sees are zeroed.
         seen = kv_positions <= jnp.max(blocks.positions, axis=1)[:, None]
         v = jnp.where(seen[:, :, None, None], v, 0)
-        scores = jnp.einsum("nghd,nsgd->nghs", q, k, preferred_element_type=jnp.float32)
+        scores = jnp.einsum("nghd,nsgd->nghs", q, k, preferred_element_type=jnp.float32) * scale
         scores = jnp.where(visible, scores, _MASKED)
         new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
         decay = jnp.exp(highest - new_highest)

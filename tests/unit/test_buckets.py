@@ -38,6 +38,8 @@ def test_the_first_buckets_serve_everything_alone(max_num_seqs: int, max_num_bat
     assert set(first) <= set(buckets)
     for step in possible_steps(max_num_seqs, max_num_batched_tokens):
         choose_bucket(first, *step)
+    for num_rows in range(1, max_num_seqs + 1):
+        assert choose_bucket(first, num_rows, num_rows, 1).max_query_len == 1
 
 
 @each_size

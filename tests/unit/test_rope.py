@@ -53,9 +53,9 @@ def test_tokens_of_one_batch_keep_the_factors_of_their_own_length(name: str) -> 
     positions = jnp.full(6, 49, jnp.int32)
     together = rope_cos_sin(positions, lengths, rope)
     for i in range(6):
-        alone = rope_cos_sin(positions[i : i + 1], lengths[i : i + 1], rope)
-        for got, expected in zip(together, alone, strict=True):
-            np.testing.assert_allclose(got[i], expected[0], atol=1e-6)
+        among_equals = rope_cos_sin(positions, jnp.full(6, lengths[i]), rope)
+        for got, expected in zip(together, among_equals, strict=True):
+            np.testing.assert_allclose(got[i], expected[i], atol=1e-6)
     cos = np.asarray(together[0])
     # Lengths up to the original context of 64 are one class; beyond it, the factors are others.
     np.testing.assert_array_equal(cos[0], cos[1])
