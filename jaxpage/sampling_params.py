@@ -67,7 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         for field in ("stop", "stop_token_ids"):
             value = getattr(self, field)
-            _check(field, value, isinstance(value, list | tuple), "a list or a tuple")
+            _check(field, value, isinstance(value, list | tuple), f"a list or a tuple, such as ({value!r},)")
         for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             value = getattr(self, field)
             _check(field, value, isinstance(value, bool), "True or False")

@@ -1,8 +1,9 @@
 """Ragged paged attention in plain XLA: the reference for the GPU kernel, and what a CPU runs.
 
-The batch is cut into query blocks of at most `QUERY_BLOCK` consecutive queries of one row. All query blocks walk the KV
-together, tile by tile, with a running softmax (Dao et al., 2022); the walk ends, at run time, with the longest live row,
-so that cost follows what is scheduled and not the padded table. In a pure decode step every query is a block.
+The batch is cut into query blocks of at most `QUERY_BLOCK` consecutive queries of one row, handled in groups. A group
+walks the KV tile by tile with a running softmax (Dao et al., 2022). Both loops end at run time, with the last live
+query block and the longest live row: cost follows what is scheduled, not the padded shape. In a pure decode step each
+query is a block, and all make one group.
 """
 
 from typing import NamedTuple
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 
 QUERY_BLOCK = 16
 """Queries of a row that are handled together."""
+GROUP = 32
+"""Query blocks that walk the KV together; more at a time no longer fit a CPU's caches."""
 TILE_TOKENS = 64
 """KV positions read at a time."""
 
@@ -53,18 +56,25 @@ def paged_attention_xla(
         return _attend(blocks, kv_layer, scale, window)[:, 0].reshape(q.shape).astype(q.dtype)
 
     # Query blocks are numbered row after row; a step of this shape has at most this many.
-    num_query_blocks = num_tokens // QUERY_BLOCK + query_lens.shape[0]
+    most = num_tokens // QUERY_BLOCK + query_lens.shape[0]
+    size = min(GROUP, most)
     per_row = (query_lens + QUERY_BLOCK - 1) // QUERY_BLOCK
     ends = jnp.cumsum(per_row)  # [rows], query blocks up to each row's end
-    index = jnp.arange(num_query_blocks)
-    row = jnp.minimum(jnp.searchsorted(ends, index, side="right"), query_lens.shape[0] - 1)
-    offset = (index - ends[row] + per_row[row])[:, None] * QUERY_BLOCK + jnp.arange(QUERY_BLOCK)  # within the row
-    live = (offset < query_lens[row][:, None]) & (index < ends[-1])[:, None]
-    tokens = jnp.where(live, query_start[row][:, None] + offset, num_tokens)
-    positions = jnp.where(live, (kv_lens - query_lens)[row][:, None] + offset, -1)
-    blocks = _QueryBlocks(grouped.at[tokens].get(mode="clip"), positions, block_tables[row])
-    attended = _attend(blocks, kv_layer, scale, window).reshape(-1, num_heads, head_dim)
-    return jnp.zeros_like(q).at[tokens.reshape(-1)].set(attended.astype(q.dtype), mode="drop")
+
+    def run_group(group: jax.Array | int, out: jax.Array) -> jax.Array:
+        index = group * size + jnp.arange(size)
+        row = jnp.minimum(jnp.searchsorted(ends, index, side="right"), query_lens.shape[0] - 1)
+        offset = (index - ends[row] + per_row[row])[:, None] * QUERY_BLOCK + jnp.arange(QUERY_BLOCK)  # within the row
+        live = (offset < query_lens[row][:, None]) & (index < ends[-1])[:, None]
+        tokens = jnp.where(live, query_start[row][:, None] + offset, num_tokens)
+        positions = jnp.where(live, (kv_lens - query_lens)[row][:, None] + offset, -1)
+        blocks = _QueryBlocks(grouped.at[tokens].get(mode="clip"), positions, block_tables[row])
+        attended = _attend(blocks, kv_layer, scale, window).reshape(-1, num_heads, head_dim)
+        return out.at[tokens.reshape(-1)].set(attended.astype(q.dtype), mode="drop")
+
+    if most <= size:
+        return run_group(0, jnp.zeros_like(q))
+    return jax.lax.fori_loop(0, (ends[-1] + size - 1) // size, run_group, jnp.zeros_like(q))
 
 
 def _attend(blocks: _QueryBlocks, kv_layer: jax.Array, scale: float, window: int | None) -> jax.Array:

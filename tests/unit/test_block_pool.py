@@ -111,3 +111,11 @@ def test_the_integrity_check_notices_tables_that_disagree_with_the_pool(
     assert sorted(allocated(pool, 3)) == [1, 2, 3]
     with pytest.raises(AssertionError, match=complaint):
         pool.check_integrity(tables)
+
+
+def test_freed_blocks_return_tail_first() -> None:
+    pool = BlockPool(10)
+    table = pool.allocate(3)
+    assert table == [1, 2, 3]
+    pool.free(table)
+    assert pool.allocate(3) == [3, 2, 1]

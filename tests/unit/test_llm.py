@@ -1,6 +1,7 @@
 """The offline API as users start it: scripts, `python -c`, several engines, bad input, and engines that die."""
 
 import importlib.util
+import itertools
 import os
 import signal
 import subprocess
@@ -95,7 +96,7 @@ def test_a_stop_string_ends_text_and_engine(llm: LLM) -> None:
 def test_streamed_text_only_grows_to_the_whole(llm: LLM) -> None:
     outputs = list(llm.stream("One, two, three,", greedy(12)))
     texts = [output.outputs[0].text for output in outputs]
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
     assert outputs[-1].finished
     assert texts[-1] == llm.generate("One, two, three,", greedy(12))[0].outputs[0].text
 

@@ -86,11 +86,11 @@ def test_min_tokens_has_no_upper_limit_of_its_own_when_max_tokens_is_the_rest_of
 def test_a_bare_stop_string_is_refused_with_the_way_to_write_it() -> None:
     error = refusal(stop="END")
     assert error.param == "stop"
-    assert str(error) == "stop must be a sequence of strings, not 'END': write ('END',)"
+    assert str(error) == "stop is 'END': it must be a list or a tuple, such as ('END',)"
 
 
 def test_more_stop_token_ids_than_have_a_place_are_refused() -> None:
-    error = refusal(stop_token_ids=range(MAX_STOP_TOKEN_IDS + 1))
+    error = refusal(stop_token_ids=tuple(range(MAX_STOP_TOKEN_IDS + 1)))
     assert error.param == "stop_token_ids"
     assert f"{MAX_STOP_TOKEN_IDS + 1} ids" in str(error)
     assert f"at most {MAX_STOP_TOKEN_IDS} ids" in str(error)
