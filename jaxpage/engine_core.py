@@ -87,6 +87,10 @@ class EngineCore:
             return []
         return self.scheduler.update(output, self.runner.fetch(self.runner.dispatch(output)))
 
+    def close(self) -> None:
+        """Stop whatever still goes on in the background."""
+        self.runner.close()
+
     def stats(self) -> dict[str, float]:
         """How the engine stands: counts, and the share of KV blocks in use (0 to 1)."""
         scheduler = self.scheduler

@@ -1,7 +1,7 @@
 """The engine process: `python -m jaxpage.engine_main`, started by `engine_process`.
 
-It loads, says `Ready`, and steps. It ends when told to, when its standard input closes (the client is gone, however it
-went), or when a step raises, which it reports as `Dead` first.
+It loads, says `Ready`, and steps. It ends when its standard input closes (the client wants it gone, or is gone itself,
+however it went), or when a step raises, which it reports as `Dead` first.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from typing import NoReturn
 
 import msgspec
 import zmq
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(requests: str, outputs: str, options: str) -> int:
-    """The engine process. Returns its exit code."""
+    """The engine process, until it fails. Returns its exit code."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
     logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of every platform that is not here
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the client decides what it means
@@ -32,29 +33,24 @@ def main(requests: str, outputs: str, options: str) -> int:
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
     inbox.setsockopt(zmq.IDENTITY, IDENTITY)
-    outbox.setsockopt(zmq.LINGER, 1000)  # last words
     for socket, address in ((inbox, requests), (outbox, outputs)):
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.connect(address)
-    outbox.send(wire.encode(wire.Hello()))
     try:
         _serve(msgspec.json.decode(options, type=EngineConfig), inbox, outbox)
     except JaxpageError as error:
-        outbox.send(wire.encode(wire.Dead(type(error).__name__, str(error))))
-        return 1
+        dead = wire.Dead(type(error).__name__, str(error))
     except Exception as error:
         logger.exception("the engine ends")
-        outbox.send(wire.encode(wire.Dead(type(error).__name__, f"the engine failed: {error!r}")))
-        return 1
-    finally:
-        outbox.close()
-        context.destroy(linger=1000)
-    return 0
+        dead = wire.Dead(type(error).__name__, f"the engine failed: {error!r}")
+    outbox.send(wire.encode(dead))
+    context.destroy(linger=1000)  # milliseconds for the last words
+    return 1
 
 
-def _serve(config: EngineConfig, inbox: "zmq.Socket[bytes]", outbox: "zmq.Socket[bytes]") -> None:
-    """Load, say so, and step until told to stop."""
+def _serve(config: EngineConfig, inbox: "zmq.Socket[bytes]", outbox: "zmq.Socket[bytes]") -> NoReturn:
+    """Load, say so, and step for ever."""
     from jaxpage.engine_core import EngineCore
 
     core = EngineCore(config, progress=_show_progress)
@@ -69,8 +65,6 @@ def _serve(config: EngineConfig, inbox: "zmq.Socket[bytes]", outbox: "zmq.Socket
                     for request_id in message.request_ids:
                         core.abort(request_id)
                     aborted = True
-                case wire.Shutdown():
-                    return
         outputs = core.step()
         if outputs or aborted:
             outbox.send(wire.encode(wire.Outputs(outputs, core.stats())))
@@ -109,4 +103,5 @@ def _exit_with_client() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    exit_code = main(*sys.argv[1:])
+    os._exit(exit_code)  # a program that is still being compiled would hold up an orderly end

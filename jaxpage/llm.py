@@ -45,6 +45,7 @@ class _LocalEngine:
         return self._core.stats()
 
     def close(self) -> None:
+        self._core.close()
         del self._core
 
 
@@ -57,8 +58,8 @@ class _RemoteEngine:
         self.pid = self._process.pid
         self._stats: dict[str, float] = {}
         try:
-            while not isinstance(ready := self._next(), wire.Ready):
-                pass
+            ready = self._next()
+            assert isinstance(ready, wire.Ready), "an engine is ready before it says anything else"
         except BaseException:
             self.close()
             raise

@@ -1,6 +1,6 @@
 """Messages between the API process and the engine process: msgspec structs in msgpack, nothing else.
 
-To the engine: AddRequest, AbortRequests, Shutdown. From the engine: Ready, Outputs, Dead.
+To the engine: AddRequest, AbortRequests. From the engine: Ready, Outputs, Dead.
 """
 
 import msgspec
@@ -24,10 +24,6 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort", array_like=True):
     request_ids: list[str]
 
 
-class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
-    """End the engine process."""
-
-
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     """The engine serves from now on, within these limits."""
 
@@ -36,10 +32,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     eos_token_ids: list[int]
     num_blocks: int
     block_size: int
-
-
-class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
-    """The engine process is up and begins to load."""
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -65,8 +57,8 @@ class Dead(msgspec.Struct, frozen=True, tag="dead", array_like=True):
     message: str
 
 
-ToEngine = AddRequest | AbortRequests | Shutdown
-FromEngine = Hello | Ready | Outputs | Dead
+ToEngine = AddRequest | AbortRequests
+FromEngine = Ready | Outputs | Dead
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -2,9 +2,11 @@
 
 import ctypes
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from jaxpage.scheduler import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
+_MAX_COMPILE_THREADS = 4
 _CPU_KV_BYTES = 2 * 2**30
 """Most memory the KV cache takes on a CPU unless `num_blocks` says otherwise: other programs live there, too."""
 
@@ -87,6 +90,7 @@ class Runner:
         self._admit: dict[int, jax.stages.Compiled] = {}
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._background: threading.Thread | None = None
+        self._closing = threading.Event()
 
     @property
     def stats(self) -> dict[str, float]:
@@ -129,18 +133,32 @@ class Runner:
             )
             progress(len(self._admit), total)
 
-        def prepare(buckets: Sequence[Bucket]) -> None:
-            for bucket in buckets:
+        def prepare(buckets: Sequence[Bucket], num_threads: int) -> None:
+            with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
+                list(pool.map(compile_bucket, buckets))
+
+        def compile_rest() -> None:
+            for bucket in rest:
+                if self._closing.is_set():
+                    return
                 compile_bucket(bucket)
 
         for capacity in self._capacities:
             compile_admission(capacity)
-        prepare(first)
+        # Much of XLA's compiling is serial: two programs at a time take little longer than one.
+        num_threads = min(os.cpu_count() or 1, _MAX_COMPILE_THREADS)
+        prepare(first, num_threads)
         if background:
-            self._background = threading.Thread(target=prepare, args=(rest,), name="compile", daemon=True)
+            self._background = threading.Thread(target=compile_rest, name="compile", daemon=True)
             self._background.start()
         else:
-            prepare(rest)
+            prepare(rest, num_threads)
+
+    def close(self) -> None:
+        """Stop compiling in the background; waits for the program that is being compiled."""
+        self._closing.set()
+        if self._background is not None:
+            self._background.join()
 
     def dispatch(self, output: SchedulerOutput) -> DispatchedStep:
         """Send a step to the device and return at once."""

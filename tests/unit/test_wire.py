@@ -26,10 +26,8 @@ TO_ENGINE: list[wire.ToEngine] = [
     wire.AddRequest("r-2", list(range(5000)), SamplingParams(temperature=0, max_tokens=1), -(2**63), 2**31),
     wire.AbortRequests([]),
     wire.AbortRequests(["r-1", "r-2"]),
-    wire.Shutdown(),
 ]
 FROM_ENGINE: list[wire.FromEngine] = [
-    wire.Hello(),
     wire.Ready(8192, 49152, [2, 0], 4096, 16),
     wire.Ready(1, 1, [], 2, 1),
     wire.Outputs([], {}),

@@ -1,0 +1,54 @@
+"""The command line: its options are the config's fields, and mistakes are one line."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from jaxpage.cli import main
+from jaxpage.config import EngineConfig, ServerConfig
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_serve_has_an_option_for_every_field_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(output_of(capsys, "serve", "--help").split())
+    for field in (*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig)):
+        assert "--" + field.name.replace("_", "-") in text
+        if field.name != "model":  # which is also the command's argument
+            assert field.metadata["help"].split(":")[0] in text
+
+
+@pytest.mark.parametrize("command", [["generate"], ["bench", "throughput"], ["bench", "latency"], ["bench", "startup"]])
+def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    assert "--max-num-seqs" in output_of(capsys, *command, "--help")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "--prompt", "x", "--model", "no-such-model"], "no-such-model"),
+        (["generate", "--prompt", "x", "--block-size", "24"], "--block-size is 24"),
+        (["generate", "--prompt", "x", "--temperature", "3"], "temperature is 3.0"),
+        (["bench", "throughput", "--num-prompts", "0"], "--num-prompts is 0"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert main(arguments) != 0
+    complaint = capsys.readouterr().err
+    assert says in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "jaxpage", "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "generate" in done.stdout
