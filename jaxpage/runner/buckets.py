@@ -19,13 +19,15 @@ class Bucket:
 
 
 _FEW_ROWS = 8
+_FEW_TOKENS = 32
 
 
 def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]:
-    """The table, smallest first.
+    """The table, smallest first; few enough to compile in seconds each.
 
-    Decode: 4, 8, 16, 32, ... rows (fewer cost what 4 do). With prompts: 16, 64, 256, ... tokens; the small ones for a
-    few rows, as a lone request's first token should not wait for the logits of a full batch, the large ones for all.
+    Decode: 4, 8, 16, 32, ... rows (fewer cost what 4 do). With prompts: the token budget, a quarter of it, a sixteenth,
+    down to `_FEW_TOKENS`; the smallest has few rows, as a lone request's first token should not wait for the logits of
+    a full batch.
     """
     buckets = set()
     rows = 4
@@ -33,12 +35,12 @@ def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]
         buckets.add(Bucket(rows, rows, 1))
         rows *= 2
     buckets.add(Bucket(max_num_seqs, max_num_seqs, 1))
-    num_tokens = 16
-    while num_tokens < max_num_batched_tokens:
-        rows = min(max_num_seqs, num_tokens if num_tokens > 64 else _FEW_ROWS)
-        buckets.add(Bucket(num_tokens, rows, num_tokens))
-        num_tokens *= 4
     buckets.add(Bucket(max_num_batched_tokens, max_num_seqs, max_num_batched_tokens))
+    num_tokens = max_num_batched_tokens // 4
+    while num_tokens >= _FEW_TOKENS:
+        few = num_tokens // 4 < _FEW_TOKENS
+        buckets.add(Bucket(num_tokens, min(max_num_seqs, _FEW_ROWS if few else num_tokens), num_tokens))
+        num_tokens //= 4
     return sorted(buckets)
 
 

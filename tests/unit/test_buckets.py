@@ -71,7 +71,7 @@ def test_a_step_with_a_prompt_is_padded_to_four_times_its_tokens_at_most(
 ) -> None:
     buckets = make_buckets(max_num_seqs, max_num_batched_tokens)
     for num_tokens in range(2, max_num_batched_tokens + 1):
-        assert choose_bucket(buckets, num_tokens, 1, num_tokens).num_tokens <= max(16, 4 * num_tokens)
+        assert choose_bucket(buckets, num_tokens, 1, num_tokens).num_tokens <= max(4 * 32, 4 * num_tokens + 3)
 
 
 @each_size
@@ -89,9 +89,9 @@ def test_the_table_of_the_defaults_is_short() -> None:
 
 def test_the_bucket_of_a_lone_short_prompt_has_few_rows() -> None:
     buckets = make_buckets(64, 512)
-    assert choose_bucket(buckets, 10, 1, 10) == Bucket(16, 8, 16)
-    assert choose_bucket(buckets, 60, 8, 53) == Bucket(64, 8, 64)
-    assert choose_bucket(buckets, 60, 9, 52).num_rows == 64
+    assert choose_bucket(buckets, 10, 1, 10) == Bucket(32, 8, 32)
+    assert choose_bucket(buckets, 30, 8, 23) == Bucket(32, 8, 32)
+    assert choose_bucket(buckets, 30, 9, 22).num_rows == 64
 
 
 def test_the_cheapest_of_the_buckets_that_are_ready_is_chosen() -> None:
