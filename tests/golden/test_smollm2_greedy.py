@@ -16,17 +16,16 @@ pytestmark = pytest.mark.skipif(
 
 PROMPTS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "smollm2_greedy.json").read_text())["prompts"]
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-LIMITS = {"max_model_len": 704, "max_num_seqs": 20, "background_compile": False}
 
 
 def run(**options: Any) -> Iterator[LLM]:
-    with LLM("smollm2-135m", multiprocess=False, **LIMITS, **options) as llm:
+    with LLM("smollm2-135m", multiprocess=False, max_model_len=704, background_compile=False, **options) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    yield from run(max_num_batched_tokens=256)
+    yield from run(max_num_seqs=20, max_num_batched_tokens=256)
 
 
 def generate(llm: LLM, prompts: list[dict[str, Any]]) -> list[list[int]]:
@@ -60,7 +59,7 @@ def test_text_prompts_give_the_golden_token_ids(llm: LLM) -> None:
 
 
 def test_chunked_prefill_and_preemption_change_nothing() -> None:
-    for llm in run(max_num_batched_tokens=64, num_blocks=110):
+    for llm in run(max_num_seqs=8, max_num_batched_tokens=64, num_blocks=60):
         assert generate(llm, PROMPTS) == expected(PROMPTS)
         assert llm.stats["num_preemptions"] > 0
         assert llm.stats["kv_cache_usage_perc"] == 0
