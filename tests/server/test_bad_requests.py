@@ -1,6 +1,5 @@
 """A11, A16, A24, A26: whatever a client sends, it gets OpenAI's error object and the server goes on."""
 
-import contextlib
 import json
 from typing import Any
 
@@ -11,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxpage.errors import RequestError
+from jaxpage.sampling_params import SamplingParams
 from jaxpage.server.protocol import ChatRequest, CompletionRequest, decode
 from jaxpage.server.service import MAX_BODY_BYTES
 
@@ -191,6 +191,9 @@ def test_a11_decoding_any_json_ends_in_a_request_or_a_request_error(
 ) -> None:
     names = st.sampled_from([*request_type.__struct_fields__, *request_type.neutral])
     body = data.draw(JSON | st.dictionaries(names, JSON, max_size=4))
-    with contextlib.suppress(RequestError):
-        request = decode(json.dumps(body).encode(errors="surrogatepass"), request_type)
-        request.sampling_params(max_tokens=5)
+    try:
+        choices = decode(json.dumps(body).encode(errors="surrogatepass"), request_type).sampling_params(max_tokens=5)
+    except RequestError:
+        return
+    assert choices
+    assert all(isinstance(params, SamplingParams) for params in choices)

@@ -228,6 +228,7 @@ def test_d05_children_do_not_outlive_a_killed_server() -> None:
         server.wait_for_url(GUARD_SECONDS)
         server.wait_until(lambda: bool(server.descendants), GUARD_SECONDS)
         children = server.descendants
+        assert children
         server.signal(signal.SIGKILL)
         server.wait(10)
         wait_until_gone(children, 10)
