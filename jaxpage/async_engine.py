@@ -21,7 +21,7 @@ from jaxpage.engine_process import EngineProcess, envelope, error_of
 from jaxpage.errors import EngineDeadError, JaxpageError
 from jaxpage.frontend import OpenRequest, Prompt, open_request
 from jaxpage.outputs import RequestOutput
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,10 @@ class AsyncEngine:
         self._process: EngineProcess | None = None
         self._tokenizer: Tokenizer | None = None
         self._limits: wire.Ready | None = None
-        self._streams: dict[str, tuple[OpenRequest, RequestStream]] = {}
+        self._open: dict[str, tuple[OpenRequest, RequestStream]] = {}
+        self._by_sequence: dict[str, tuple[OpenRequest, RequestStream]] = {}
+        """The same, by what the engine calls the sequences that have not ended."""
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._ready = asyncio.Event()
         self._dead = asyncio.Event()
@@ -158,8 +161,16 @@ class AsyncEngine:
         assert self._tokenizer is not None, "start() comes first"
         return self._tokenizer.encode_chat(messages, tools=tools, **template_kwargs)
 
-    def add_request(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None) -> RequestStream:
-        """Check a request and hand it to the engine.
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestStream:
+        """Check a request and hand it to the engine. Options as in `LLM.generate` and `LLM.beam_search`.
 
         Raises `RequestError` for a request that cannot be served and `EngineDeadError` when the engine is gone.
         """
@@ -172,19 +183,33 @@ class AsyncEngine:
             seed=self._seeds.getrandbits(63),
             tokenizer=self._tokenizer,
             limits=limits,
+            priority=priority,
+            cache_salt=cache_salt,
         )
         stream = RequestStream(self, request)
-        self._streams[request.request_id] = (request, stream)
+        self._open[request.request_id] = request, stream
+        self._by_sequence.update(dict.fromkeys(request.sequence_ids, (request, stream)))
         self._send(request.message)
         return stream
 
     def abort(self, request_id: str) -> None:
         """End a request, which gives its stream a last output; an unknown id is ignored."""
-        if (found := self._streams.pop(request_id, None)) is None:
+        if (found := self._open.pop(request_id, None)) is None:
             return
         request, stream = found
+        for sequence_id in request.sequence_ids:
+            self._by_sequence.pop(sequence_id, None)
         stream.push(request.end("abort"))
-        self._send(wire.AbortRequests([request_id]))
+        self._send(wire.AbortRequests(request.sequence_ids))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Refused (False) while any request holds blocks."""
+        return bool(await self._call("reset_prefix_cache"))
+
+    async def kv_cache_snapshot(self) -> dict[str, Any]:
+        """How the KV cache stands, as plain data; see `jaxpage.kv_cache.snapshot.take_snapshot`."""
+        snapshot: dict[str, Any] = await self._call("kv_cache_snapshot")
+        return snapshot
 
     async def shutdown(self) -> None:
         """End the engine process; open requests end with `EngineDeadError`. Idempotent."""
@@ -202,6 +227,17 @@ class AsyncEngine:
         if self._limits is None:
             raise EngineDeadError("the engine is still loading: await wait_ready() first")
         return self._limits
+
+    async def _call(self, utility: str) -> Any:
+        """Run one of the engine's utilities. Raises `EngineDeadError` when the engine is gone."""
+        self._serving()
+        call_id = next(self._ids)
+        self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._send(wire.Call(call_id, utility))
+        try:
+            return await self._calls[call_id]
+        finally:
+            del self._calls[call_id]
 
     def _send(self, message: wire.ToEngine) -> None:
         assert self._process is not None
@@ -221,20 +257,25 @@ class AsyncEngine:
                 case wire.Outputs(outputs, stats):
                     self.stats = stats
                     self._deliver(outputs)
+                case wire.Returned(call_id, result):
+                    if (call := self._calls.get(call_id)) is not None and not call.done():
+                        call.set_result(result)
                 case wire.Dead() as dead:
                     self._die(error_of(dead))
 
-    def _deliver(self, outputs: list[wire.TokenOutput]) -> None:
+    def _deliver(self, outputs: list[wire.TokenOutput | wire.BeamOutput]) -> None:
         stopped = []
         for output in outputs:
-            if (found := self._streams.get(output.request_id)) is None:
+            if (found := self._by_sequence.get(output.sequence_id)) is None:
                 continue  # aborted meanwhile
             request, stream = found
             result, must_abort = request.take(output)
-            if result.finished:
-                del self._streams[output.request_id]
             if must_abort:
-                stopped.append(output.request_id)
+                stopped.append(output.sequence_id)
+            if must_abort or output.finish_reason is not None:
+                del self._by_sequence[output.sequence_id]
+            if result.finished:
+                del self._open[request.request_id]
             stream.push(result)
         if stopped:
             self._send(wire.AbortRequests(stopped))
@@ -253,8 +294,12 @@ class AsyncEngine:
             return
         self._death = error
         self._dead.set()
-        for _, stream in self._streams.values():
+        for _, stream in self._open.values():
             stream.fail(EngineDeadError(str(error)))
-        self._streams.clear()
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(EngineDeadError(str(error)))
+        self._open.clear()
+        self._by_sequence.clear()
         if self._ready.is_set() and not self._stopping:
             logger.error("engine: %s", error)

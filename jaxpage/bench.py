@@ -5,8 +5,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from jaxpage import bench_host
 from jaxpage.llm import LLM
 from jaxpage.outputs import RequestOutput
 from jaxpage.sampling_params import SamplingParams
@@ -71,10 +73,48 @@ def startup(options: dict[str, Any], *, num_prompts: int, input_len: int, output
     }
 
 
-BENCHES: dict[str, tuple[Callable[..., Result], str]] = {
-    "throughput": (throughput, "tokens per second of a batch that arrives at once"),
-    "latency": (latency, "time to first token and per token of a batch"),
-    "startup": (startup, "seconds to servable and to the first token, on an empty and on a full program cache"),
+def prefix(options: dict[str, Any], *, num_prompts: int, input_len: int, output_len: int, repeat: int) -> Result:
+    """Seconds to the first token of a prompt that was never seen, and of the same one again."""
+    cold: list[float] = []
+    warm: list[float] = []
+    with _make_llm(options, input_len + output_len, 1) as llm:
+        params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+        _run(llm, 1, input_len, params, seed=-1)
+        for seed in range(num_prompts * repeat):
+            for seconds in (cold, warm):
+                (output,) = _run(llm, 1, input_len, params, seed)
+                seconds.append(output.metrics.time_to_first_token or 0.0)
+        num_cached = output.num_cached_tokens
+    return {
+        "num_prompts": num_prompts * repeat,
+        "input_len": input_len,
+        "num_cached_tokens": num_cached,
+        "cold_ttft_s": statistics.median(cold),
+        "warm_ttft_s": statistics.median(warm),
+        "speedup": statistics.median(cold) / statistics.median(warm),
+    }
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A bench and its usual size."""
+
+    run: Callable[..., Result]
+    help: str
+    num_prompts: int = 32
+    input_len: int = 128
+    output_len: int = 128
+
+
+BENCHES: dict[str, Bench] = {
+    "throughput": Bench(throughput, "tokens per second of a batch that arrives at once"),
+    "latency": Bench(latency, "time to first token and per token of a batch"),
+    "startup": Bench(startup, "seconds to servable and to the first token, on an empty and on a full program cache"),
+    "prefix": Bench(prefix, "time to first token of a new prompt and of a cached one", 5, 1000, 4),
+    "scheduler": Bench(bench_host.scheduler, "host milliseconds per step, without a model", 256, 128, 256),
+    "kv": Bench(
+        bench_host.kv, "allocated KV slots that hold nothing, for mixed lengths, without a model", 64, 161, 338
+    ),
 }
 
 

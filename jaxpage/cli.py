@@ -72,12 +72,16 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure", description="Measure the engine on this machine.")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
-    for name, (run, help_text) in BENCHES.items():
-        one = _command(benches, name, _bench, help_text)
-        one.set_defaults(bench=run)
-        one.add_argument("--num-prompts", type=int, default=32, metavar="N", help="requests, all at once (%(default)s)")
-        one.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens of each (%(default)s)")
-        one.add_argument("--output-len", type=int, default=128, metavar="N", help="output tokens of each (%(default)s)")
+    for name, it in BENCHES.items():
+        one = _command(benches, name, _bench, it.help)
+        one.set_defaults(bench=it.run)
+        one.add_argument("--num-prompts", type=int, default=it.num_prompts, metavar="N", help="requests (%(default)s)")
+        one.add_argument(
+            "--input-len", type=int, default=it.input_len, metavar="N", help="prompt tokens of each (%(default)s)"
+        )
+        one.add_argument(
+            "--output-len", type=int, default=it.output_len, metavar="N", help="output tokens of each (%(default)s)"
+        )
         one.add_argument("--repeat", type=int, default=1, metavar="N", help="runs; medians are printed (%(default)s)")
         one.add_argument("--json", action="store_true", help="print one JSON object")
         _add_fields(one.add_argument_group("engine"), EngineConfig)

@@ -30,6 +30,13 @@ class EngineConfig:
     max_num_seqs: int = _option(64, "most requests that run at once")
     max_num_batched_tokens: int = _option(512, "token budget of a step")
     long_prefill_token_threshold: int = _option(0, "most tokens of one request in a step; 0: no limit but the budget")
+    max_num_partial_prefills: int = _option(
+        0, "most prompts beyond long_prefill_token_threshold computed at once, while shorter ones pass; 0: no limit"
+    )
+    scheduling_policy: str = _option(
+        "fcfs", "fcfs, priority (lower values first), or the import path of your own: package.module:Class"
+    )
+    enable_prefix_caching: bool = _option(True, "keep the KV of computed prefixes and share it")
     seed: int = _option(0, "seed of the seeds that unseeded requests get")
     compile_cache_dir: str | None = _option(None, "folder of compiled programs; default: the user's cache folder")
     background_compile: bool = _option(
@@ -58,8 +65,22 @@ class EngineConfig:
             raise ConfigError(
                 f"{_flag('long_prefill_token_threshold')} is {self.long_prefill_token_threshold}: it must be at least 0"
             )
+        if self.max_num_partial_prefills < 0:
+            raise ConfigError(
+                f"{_flag('max_num_partial_prefills')} is {self.max_num_partial_prefills}: it must be at least 0"
+            )
+        if self.max_num_partial_prefills and not self.long_prefill_token_threshold:
+            raise ConfigError(
+                f"{_flag('max_num_partial_prefills')} is {self.max_num_partial_prefills}, and nothing says which "
+                "prompts are long: set --long-prefill-token-threshold, too"
+            )
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"{_flag('dtype')} is {self.dtype!r}: it must be auto, float32 or bfloat16")
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Most tokens of one request in a step."""
+        return min(self.long_prefill_token_threshold or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,9 +62,11 @@ def _serve(config: EngineConfig, inbox: "zmq.Socket[bytes]", outbox: "zmq.Socket
                 case wire.AddRequest():
                     core.add(message)
                 case wire.AbortRequests():
-                    for request_id in message.request_ids:
-                        core.abort(request_id)
+                    for sequence_id in message.sequence_ids:
+                        core.abort(sequence_id)
                     aborted = True
+                case wire.Call():
+                    outbox.send(wire.encode(wire.Returned(message.call_id, core.call(message.utility))))
         outputs = core.step()
         if outputs or aborted:
             outbox.send(wire.encode(wire.Outputs(outputs, core.stats())))
@@ -76,7 +78,7 @@ def _received(inbox: "zmq.Socket[bytes]", wait: bool) -> Iterator[wire.ToEngine]
     with contextlib.suppress(zmq.Again):
         while True:
             messages.append(wire.decode_to_engine(inbox.recv(zmq.NOBLOCK)))
-    aborted = {i for message in messages if isinstance(message, wire.AbortRequests) for i in message.request_ids}
+    aborted = {i for message in messages if isinstance(message, wire.AbortRequests) for i in message.sequence_ids}
     for message in messages:
         if not (isinstance(message, wire.AddRequest) and message.request_id in aborted):
             yield message

@@ -6,10 +6,12 @@ In: a prompt and `SamplingParams`. Out: an `AddRequest` for the engine, and cumu
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from jaxpage import wire
 from jaxpage.errors import RequestError
-from jaxpage.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from jaxpage.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxpage.sampling_params import MAX_BEAM_CANDIDATES, MAX_STOP_TOKEN_IDS, BeamSearchParams, SamplingParams
 from jaxpage.tokenizer import IncrementalDecoder, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -17,15 +19,16 @@ Prompt = str | Sequence[int]
 
 
 class OpenRequest:
-    """One request from arrival to its end."""
+    """One request from arrival to its end, with all its sequences."""
 
     def __init__(self, message: wire.AddRequest, prompt: str | None, tokenizer: Tokenizer) -> None:
         self.message = message
-        self.finished = False
+        num_sequences = message.params.n if message.beam is None else 1
         self._prompt = prompt
-        self._token_ids: list[int] = []
-        self._decoder = IncrementalDecoder(tokenizer, message.params.skip_special_tokens, message.prompt_token_ids)
-        self._text = StopText(message.params)
+        self._tokenizer = tokenizer
+        self._sequences = [_Sequence(index, message, tokenizer) for index in range(num_sequences)]
+        self._by_id = dict(zip(self.sequence_ids, self._sequences, strict=True))
+        self._num_cached_tokens = 0
         self._arrival_time = time.time()
         self._first_token_time: float | None = None
 
@@ -33,17 +36,87 @@ class OpenRequest:
     def request_id(self) -> str:
         return self.message.request_id
 
-    def take(self, output: wire.TokenOutput) -> tuple[RequestOutput, bool]:
-        """Take in new tokens. Returns the request so far, and whether the engine must be told to stop it.
+    @property
+    def sequence_ids(self) -> list[str]:
+        """What the engine calls its sequences; a beam search has one name."""
+        return [wire.sequence_id(self.request_id, index) for index in range(len(self._sequences))]
 
-        A stop string ends a request here, where text is known; the engine goes on until it is told.
+    @property
+    def finished(self) -> bool:
+        """Whether all sequences have ended."""
+        return all(sequence.finish_reason is not None for sequence in self._sequences)
+
+    def take(self, output: wire.TokenOutput | wire.BeamOutput) -> tuple[RequestOutput, bool]:
+        """Take in new tokens. Returns the request so far, and whether the engine must be told to stop the sequence.
+
+        A stop string ends a sequence here, where text is known; the engine goes on until it is told.
         """
-        params = self.message.params
         self._first_token_time = self._first_token_time or time.time()
+        self._num_cached_tokens = self._num_cached_tokens or output.num_cached_tokens
+        if isinstance(output, wire.BeamOutput):
+            self._sequences = [
+                _Sequence.found(index, self.message, self._tokenizer, beam)
+                for index, beam in enumerate(output.sequences)
+            ]
+            return self._output(), False
+        must_abort = self._by_id[output.sequence_id].take(output)
+        return self._output(), must_abort
+
+    def end(self, reason: str) -> RequestOutput:
+        """The request as it stands when it is ended from outside ("abort" or "error")."""
+        for sequence in self._sequences:
+            sequence.end(reason)
+        return self._output()
+
+    def _output(self) -> RequestOutput:
+        finished = self.finished
+        return RequestOutput(
+            self.request_id,
+            self._prompt,
+            self.message.prompt_token_ids,
+            [sequence.output() for sequence in self._sequences],
+            finished,
+            self._num_cached_tokens,
+            RequestMetrics(self._arrival_time, self._first_token_time, time.time() if finished else None),
+        )
+
+
+class _Sequence:
+    """One sequence of a request: tokens in, text out."""
+
+    def __init__(self, index: int, message: wire.AddRequest, tokenizer: Tokenizer) -> None:
+        self.finish_reason: str | None = None
+        self._index = index
+        self._params = message.params
+        self._tokenizer = tokenizer
+        self._token_ids: list[int] = []
+        self._decoder = IncrementalDecoder(tokenizer, message.params.skip_special_tokens, message.prompt_token_ids)
+        self._text = StopText(message.params)
+        self._stop_reason: int | str | None = None
+        self._cumulative_logprob: float | None = None
+        self._logprobs: list[dict[int, Logprob]] | None = None
+        self._score: float | None = None
+
+    @classmethod
+    def found(cls, index: int, message: wire.AddRequest, tokenizer: Tokenizer, beam: wire.BeamSequence) -> "_Sequence":
+        """A sequence that a beam search has found."""
+        sequence = cls(index, message, tokenizer)
+        stop_token_id = beam.token_ids[-1] if beam.token_ids[-1] in message.params.stop_token_ids else None
+        sequence.take(wire.TokenOutput("", beam.token_ids, beam.finish_reason, stop_token_id))
+        sequence._cumulative_logprob, sequence._score = beam.cumulative_logprob, beam.score
+        return sequence
+
+    def take(self, output: wire.TokenOutput) -> bool:
+        """Take in new tokens; returns whether a stop string has ended the sequence before the engine did."""
+        if self.finish_reason is not None:
+            return False
+        params = self._params
         reason, stop_reason = output.finish_reason, output.stop_token_id
         stopped: str | None = None
         for position, token_id in enumerate(output.token_ids):
             self._token_ids.append(token_id)
+            if output.logprobs is not None:
+                self._add_logprobs(token_id, output.logprobs)
             ends_here = reason == "stop" and position == len(output.token_ids) - 1
             # The token that ends the output is no part of its text.
             delta = "" if ends_here else self._decoder.add([token_id])
@@ -52,24 +125,38 @@ class OpenRequest:
                 break
         if stopped is None and reason is not None:
             stopped = self._text.finish(self._decoder.finish(), may_stop=len(self._token_ids) >= params.min_tokens)
-        must_abort = stopped is not None and reason is None
         if stopped is not None:
-            reason, stop_reason = "stop", None
-        self.finished = reason is not None
-        return self._output(reason, stopped if stopped is not None else stop_reason), must_abort
+            self.finish_reason, self._stop_reason = "stop", stopped
+            return reason is None
+        self.finish_reason, self._stop_reason = reason, stop_reason
+        return False
 
-    def end(self, reason: str) -> RequestOutput:
-        """The request as it stands when it is ended from outside ("abort" or "error")."""
-        self.finished = True
-        self._text.finish("", may_stop=False)
-        return self._output(reason, None)
+    def end(self, reason: str) -> None:
+        """End the sequence from outside, unless it has ended."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self._text.finish("", may_stop=False)
 
-    def _output(self, reason: str | None, stop_reason: int | str | None) -> RequestOutput:
-        metrics = RequestMetrics(self._arrival_time, self._first_token_time, time.time() if self.finished else None)
-        completion = CompletionOutput(0, self._text.visible, list(self._token_ids), reason, stop_reason)
-        return RequestOutput(
-            self.request_id, self._prompt, self.message.prompt_token_ids, [completion], self.finished, metrics
+    def output(self) -> CompletionOutput:
+        """The sequence so far."""
+        return CompletionOutput(
+            self._index,
+            self._text.visible,
+            list(self._token_ids),
+            self.finish_reason,
+            self._stop_reason,
+            self._cumulative_logprob,
+            None if self._logprobs is None else list(self._logprobs),
+            self._score,
         )
+
+    def _add_logprobs(self, token_id: int, found: wire.TokenLogprobs) -> None:
+        ranked = {alternative: (logprob, rank) for rank, (alternative, logprob) in enumerate(found.top, 1)}
+        ranked = {token_id: (found.logprob, found.rank)} | ranked
+        decode = self._tokenizer.decode
+        entry = {i: Logprob(logprob, rank, decode([i], False)) for i, (logprob, rank) in ranked.items()}
+        self._logprobs = [*(self._logprobs or ()), entry]
+        self._cumulative_logprob = (self._cumulative_logprob or 0.0) + found.logprob
 
 
 class StopText:
@@ -126,7 +213,15 @@ class StopText:
 
 
 def open_request(
-    prompt: Prompt, params: SamplingParams, *, request_id: str, seed: int, tokenizer: Tokenizer, limits: wire.Ready
+    prompt: Prompt,
+    params: SamplingParams | BeamSearchParams,
+    *,
+    request_id: str,
+    seed: int,
+    tokenizer: Tokenizer,
+    limits: wire.Ready,
+    priority: int = 0,
+    cache_salt: str | None = None,
 ) -> OpenRequest:
     """Check a request against the engine's limits. `seed` is used if the request has none.
 
@@ -142,6 +237,10 @@ def open_request(
             raise RequestError(
                 f"the prompt holds {token_id!r}, and token ids are integers in [0, {limits.vocab_size})", "prompt"
             )
+    if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) >= 2**63:
+        raise RequestError(f"priority is {priority!r}: it must be an int64", "priority")
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        raise RequestError(f"cache_salt is {cache_salt!r}: it must be a non-empty string", "cache_salt")
     room = limits.max_model_len - len(token_ids)
     if room < 1:
         raise RequestError(
@@ -149,6 +248,32 @@ def open_request(
             "generate: shorten it or raise --max-model-len",
             "prompt",
         )
+    _check_stop_token_ids(params, limits)
+    beam = params if isinstance(params, BeamSearchParams) else None
+    if beam is not None:
+        beam = _fit_beams(beam, len(token_ids), room, limits)
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=beam.max_tokens,
+            ignore_eos=beam.ignore_eos,
+            stop_token_ids=beam.stop_token_ids,
+            skip_special_tokens=beam.skip_special_tokens,
+        )
+    assert isinstance(params, SamplingParams)
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    if params.min_tokens > max_tokens:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}, and {max_tokens} tokens is all that max_tokens and the context of "
+            f"{limits.max_model_len} leave: lower it",
+            "min_tokens",
+        )
+    if params.seed is not None and params.seed != -1:
+        seed = params.seed
+    message = wire.AddRequest(request_id, token_ids, params, seed, max_tokens, priority, cache_salt, beam)
+    return OpenRequest(message, text, tokenizer)
+
+
+def _check_stop_token_ids(params: SamplingParams | BeamSearchParams, limits: wire.Ready) -> None:
     for token_id in params.stop_token_ids:
         if token_id >= limits.vocab_size:
             raise RequestError(
@@ -160,13 +285,28 @@ def open_request(
             f"stop_token_ids and the model's EOS ids are {num_stops}, and {MAX_STOP_TOKEN_IDS} fit: give fewer",
             "stop_token_ids",
         )
-    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    if params.min_tokens > max_tokens:
+    if isinstance(params, BeamSearchParams) and params.beam_width + num_stops > MAX_BEAM_CANDIDATES:
         raise RequestError(
-            f"min_tokens is {params.min_tokens}, and {max_tokens} tokens is all that max_tokens and the context of "
-            f"{limits.max_model_len} leave: lower it",
-            "min_tokens",
+            f"beam_width is {params.beam_width}, and with {num_stops} ending tokens it must be at most "
+            f"{MAX_BEAM_CANDIDATES - num_stops}: lower it, or give fewer stop_token_ids",
+            "beam_width",
         )
-    if params.seed is not None and params.seed != -1:
-        seed = params.seed
-    return OpenRequest(wire.AddRequest(request_id, token_ids, params, seed, max_tokens), text, tokenizer)
+
+
+def _fit_beams(beam: BeamSearchParams, num_prompt_tokens: int, room: int, limits: wire.Ready) -> BeamSearchParams:
+    """A search lowered to the room that the context leaves, if all its beams can run at once."""
+    if beam.beam_width > limits.max_num_seqs:
+        raise RequestError(
+            f"beam_width is {beam.beam_width}, and {limits.max_num_seqs} sequences run at once: lower it or raise "
+            "--max-num-seqs",
+            "beam_width",
+        )
+    max_tokens = min(beam.max_tokens, room)
+    most = limits.max_beam_tokens[beam.beam_width - 1]
+    if num_prompt_tokens + max_tokens > most + 1:
+        raise RequestError(
+            f"{beam.beam_width} beams of {num_prompt_tokens} + {max_tokens} tokens do not fit in the KV cache, "
+            f"which holds {most} tokens of each: lower beam_width or max_tokens, or raise --num-blocks",
+            "beam_width",
+        )
+    return msgspec.structs.replace(beam, max_tokens=max_tokens)

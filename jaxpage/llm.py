@@ -15,7 +15,7 @@ from jaxpage.engine_process import EngineProcess, envelope, error_of
 from jaxpage.errors import EngineDeadError, RequestError
 from jaxpage.frontend import OpenRequest, Prompt, open_request
 from jaxpage.outputs import RequestOutput
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.tokenizer import load_tokenizer
 
 _POLL_MS = 250
@@ -35,11 +35,14 @@ class _LocalEngine:
         if isinstance(message, wire.AddRequest):
             self._core.add(message)
         else:
-            for request_id in message.request_ids:
-                self._core.abort(request_id)
+            for sequence_id in message.sequence_ids:
+                self._core.abort(sequence_id)
 
-    def receive(self) -> list[wire.TokenOutput]:
+    def receive(self) -> list[wire.TokenOutput | wire.BeamOutput]:
         return self._core.step()
+
+    def call(self, utility: str) -> Any:
+        return self._core.call(utility)
 
     def stats(self) -> dict[str, float]:
         return self._core.stats()
@@ -57,6 +60,7 @@ class _RemoteEngine:
         self._process = EngineProcess(config, self._context)
         self.pid = self._process.pid
         self._stats: dict[str, float] = {}
+        self._num_calls = 0
         try:
             ready = self._next()
             assert isinstance(ready, wire.Ready), "an engine is ready before it says anything else"
@@ -68,11 +72,19 @@ class _RemoteEngine:
     def send(self, message: wire.AddRequest | wire.AbortRequests) -> None:
         self._process.requests.send_multipart(envelope(message))
 
-    def receive(self) -> list[wire.TokenOutput]:
+    def receive(self) -> list[wire.TokenOutput | wire.BeamOutput]:
         message = self._next()
         assert isinstance(message, wire.Outputs)
         self._stats = message.stats
         return message.outputs
+
+    def call(self, utility: str) -> Any:
+        self._num_calls += 1
+        self._process.requests.send_multipart(envelope(wire.Call(self._num_calls, utility)))
+        # Nobody reads outputs between two batches: what still comes belongs to requests that were stopped.
+        while not isinstance(message := self._next(), wire.Returned):
+            pass
+        return message.result
 
     def stats(self) -> dict[str, float]:
         return self._stats
@@ -144,16 +156,44 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete every prompt (text or token ids); results come in the order of the prompts.
 
-        `sampling_params`: one for all, or one per prompt. Raises `RequestError` before anything runs when one of the
-        requests cannot be served, and `EngineDeadError` when the engine dies.
+        `sampling_params` and `priority` (lower goes first, under the priority policy): one for all, or one per prompt.
+        `cache_salt`: cached prefixes are shared only with requests of the same salt. Raises `RequestError` before
+        anything runs when one of the requests cannot be served, and `EngineDeadError` when the engine dies.
         """
         batch = _as_batch(prompts)
-        params = _per_prompt(sampling_params, len(batch))
-        requests = [self._open(prompt, one) for prompt, one in zip(batch, params, strict=True)]
+        params = _per_prompt("sampling_params", sampling_params or SamplingParams(), len(batch))
+        priorities = _per_prompt("priority", priority, len(batch))
+        requests = [
+            self._open(prompt, one, its_priority, cache_salt)
+            for prompt, one, its_priority in zip(batch, params, priorities, strict=True)
+        ]
+        return self._run(requests, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Search each prompt's most probable continuations: `outputs` are the sequences found, best first.
+
+        Each has its `cumulative_logprob` and `score`. Raises as `generate` does.
+        """
+        batch = _as_batch(prompts)
+        priorities = _per_prompt("priority", priority, len(batch))
+        requests = [
+            self._open(prompt, params, its_priority, cache_salt)
+            for prompt, its_priority in zip(batch, priorities, strict=True)
+        ]
         return self._run(requests, use_tqdm)
 
     def chat(
@@ -177,7 +217,26 @@ class LLM:
         """Complete one prompt, giving its cumulative output after every step. Raises as `generate` does."""
         yield from self._outputs([self._open(prompt, sampling_params or SamplingParams())])
 
-    def _open(self, prompt: Prompt, params: SamplingParams) -> OpenRequest:
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Refused (False) while any request holds blocks."""
+        return bool(self._call("reset_prefix_cache"))
+
+    def kv_cache_snapshot(self) -> dict[str, Any]:
+        """How the KV cache stands, as plain data; see `jaxpage.kv_cache.snapshot.take_snapshot`."""
+        snapshot: dict[str, Any] = self._call("kv_cache_snapshot")
+        return snapshot
+
+    def _call(self, utility: str) -> Any:
+        self._check_open()
+        return self._engine.call(utility)
+
+    def _open(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> OpenRequest:
         self._num_requests += 1
         return open_request(
             prompt,
@@ -186,6 +245,8 @@ class LLM:
             seed=self._seeds.getrandbits(63),
             tokenizer=self.tokenizer,
             limits=self._engine.limits,
+            priority=priority,
+            cache_salt=cache_salt,
         )
 
     def _run(self, requests: list[OpenRequest], use_tqdm: bool) -> list[RequestOutput]:
@@ -200,25 +261,29 @@ class LLM:
 
     def _outputs(self, requests: list[OpenRequest]) -> Iterator[RequestOutput]:
         """Send requests and give their outputs as they come, until all are finished."""
-        if not self._close.alive:
-            raise EngineDeadError("this LLM is closed: make a new one")
-        unfinished = {request.request_id: request for request in requests}
+        self._check_open()
+        unfinished = {sequence_id: request for request in requests for sequence_id in request.sequence_ids}
         for request in requests:
             self._engine.send(request.message)
         try:
             while unfinished:
                 for output in self._engine.receive():
-                    if (request_of := unfinished.get(output.request_id)) is None:
+                    sequence_id = output.sequence_id
+                    if (request_of := unfinished.get(sequence_id)) is None:
                         continue  # stopped meanwhile, or left over from a batch that was interrupted
                     result, must_abort = request_of.take(output)
                     if must_abort:
-                        self._engine.send(wire.AbortRequests([output.request_id]))
-                    if result.finished:
-                        del unfinished[output.request_id]
+                        self._engine.send(wire.AbortRequests([sequence_id]))
+                    if must_abort or output.finish_reason is not None:
+                        del unfinished[sequence_id]
                     yield result
         finally:
             if unfinished and self._close.alive:  # interrupted: the next batch starts clean
                 self._engine.send(wire.AbortRequests(list(unfinished)))
+
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise EngineDeadError("this LLM is closed: make a new one")
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -227,11 +292,9 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling_params for {count} prompts: give one, or one per prompt")
-    return list(params)
+def _per_prompt[T](name: str, given: T | Sequence[T], count: int) -> list[T]:
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError(f"{len(given)} {name} for {count} prompts: give one, or one per prompt")
+    return list(given)

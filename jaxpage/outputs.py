@@ -20,6 +20,17 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's log-probability in the model's own distribution, before any option changes it."""
+
+    logprob: float
+    rank: int
+    """1 for the most probable token."""
+    decoded_token: str
+    """Its text when it stands alone."""
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One generated sequence. `text` and `token_ids` are cumulative and never take anything back."""
 
@@ -30,6 +41,12 @@ class CompletionOutput:
     """One of `FINISH_REASONS`, or None while the sequence grows."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended the sequence; None for end-of-sequence."""
+    cumulative_logprob: float | None = None
+    """Sum over the generated tokens, where `logprobs` was asked for, and of a beam search."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """Per generated token, by token id: its own log-probability and those of as many alternatives as asked for."""
+    score: float | None = None
+    """Of a beam search: cumulative_logprob / tokens ** length_penalty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,5 +58,8 @@ class RequestOutput:
     """The prompt as text, when it was given as text."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    """One per sequence asked for; those of a beam search come when it ends, best first."""
     finished: bool
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=0.0))

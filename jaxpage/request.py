@@ -2,8 +2,13 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from jaxpage.kv_cache.hashing import BlockKey, ExtraKeys, block_keys
 from jaxpage.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxpage.beam_group import BeamGroup
 
 
 class RequestStatus(enum.Enum):
@@ -15,7 +20,7 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """One sequence being served."""
 
@@ -28,14 +33,33 @@ class Request:
     """Most tokens to generate; the context's room is already taken into account."""
     stop_token_ids: frozenset[int]
     """Ids that end the output: the request's own and, unless it ignores them, the model's EOS ids."""
-    arrival_time: float
+    arrival: int = 0
+    """How many requests came before it."""
+    index: int = 0
+    """Which of the sequences of one prompt it is."""
+    priority: int = 0
+    """Lower goes first, where the policy looks at it."""
+    num_logprobs: int = -1
+    """Most probable tokens whose log-probabilities each step reports, the drawn one's besides; -1 for none of it."""
+    extra_keys: ExtraKeys | None = None
+    """What its KV depends on besides tokens."""
+    prefix: "Request | None" = None
+    """A request with the same prompt, to fork from; it must run and its prompt must be computed."""
+    forks: "list[Request]" = field(default_factory=list)
+    """Requests that wait for this one's prompt in order to fork from it."""
+    beams: "BeamGroup | None" = None
+    """The beam search that it is a beam of."""
     token_ids: list[int] = field(init=False)
     """Prompt and output: everything that is known."""
     num_computed_tokens: int = 0
     """Tokens whose KV has been scheduled to be written."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens whose KV was found or shared when it was first admitted; None before."""
     row: int = -1
     """Place in the device-resident batch while running."""
     status: RequestStatus = RequestStatus.WAITING
+    keys: list[BlockKey] = field(default_factory=list)
+    """Names of its first full blocks; `block_keys` brings them up to date."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -54,8 +78,18 @@ class Request:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
+    def reads_prefix_cache(self) -> bool:
+        return not self.params.skip_reading_prefix_cache
+
+    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
+
+    def block_keys(self, block_size: int) -> list[BlockKey]:
+        """Names of its full blocks of known tokens, for the prefix cache."""
+        if len(self.token_ids) // block_size > len(self.keys):
+            self.keys += block_keys(self.token_ids, block_size, self.keys, self.extra_keys)
+        return self.keys
 
     def append(self, token_id: int) -> tuple[str | None, int | None]:
         """Add a generated token. Returns the finish reason (None to go on) and the stop token that caused it, if any.

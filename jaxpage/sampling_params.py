@@ -1,6 +1,7 @@
-"""What a request may ask of the sampler. In: keyword options. Out: a checked, immutable `SamplingParams`."""
+"""What a request may ask of the sampler, or of beam search. In: keyword options. Out: a checked, immutable struct."""
 
 import sys
+from typing import Literal
 
 import msgspec
 
@@ -8,6 +9,16 @@ from jaxpage.errors import RequestError
 
 MAX_STOP_TOKEN_IDS = 64
 """Stop token ids that one request may carry, the model's EOS list included (their places on the device)."""
+MAX_N = 128
+"""Sequences that one request may ask for."""
+MAX_LOGPROBS = 20
+"""Alternatives that a request may ask for at each token."""
+MAX_BEAM_CANDIDATES = 32
+"""Alternatives that a step can report per row: what a beam search needs, its width and one per ending token."""
+MAX_BEAM_WIDTH = 16
+"""Beams that one search may keep."""
+MAX_LENGTH_PENALTY = 10.0
+"""Bound of the exponent in a beam's score: beyond it, length alone would decide, and a score might overflow."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -40,6 +51,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Generate past end-of-sequence tokens."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    n: int = 1
+    """Sequences to generate for the prompt, at most `MAX_N`; several need a temperature. Sequence i has seed + i."""
+    logprobs: int | None = None
+    """Report the log-probability of each generated token and of this many most probable ones, 0 to 20; None: neither.
+    They are of the model's own distribution, before any option changes it."""
+    skip_reading_prefix_cache: bool = False
+    """Compute the whole prompt, whatever is in the prefix cache."""
 
     def __post_init__(self) -> None:
         _check(
@@ -65,22 +83,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 self.min_tokens <= self.max_tokens,
                 f"at most max_tokens={self.max_tokens}",
             )
-        for field in ("stop", "stop_token_ids"):
-            value = getattr(self, field)
-            _check(field, value, isinstance(value, list | tuple), f"a list or a tuple, such as ({value!r},)")
-        for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            value = getattr(self, field)
-            _check(field, value, isinstance(value, bool), "True or False")
+        _check("n", self.n, _is_int(self.n) and 1 <= self.n <= MAX_N, f"in [1, {MAX_N}]")
+        _check("n", self.n, self.n == 1 or not self.greedy, "1 with temperature 0, as all sequences would be equal")
+        _check(
+            "logprobs",
+            self.logprobs,
+            self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            f"in [0, {MAX_LOGPROBS}], or None",
+        )
+        for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "skip_reading_prefix_cache"):
+            _check_switch(field, getattr(self, field))
+        _check_sequence("stop", self.stop)
         for text in self.stop:
             _check("stop", text, isinstance(text, str) and text != "", "non-empty strings")
-        for token_id in self.stop_token_ids:
-            _check("stop_token_ids", token_id, _is_int(token_id) and token_id >= 0, "token ids >= 0")
-        _check(
-            "stop_token_ids",
-            f"{len(self.stop_token_ids)} ids",
-            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            f"at most {MAX_STOP_TOKEN_IDS} ids",
-        )
+        _check_stop_token_ids(self.stop_token_ids)
         # Frozen is for callers: sequences become tuples here, once, so that a list may be given.
         msgspec.structs.force_setattr(self, "stop", tuple(self.stop))
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -96,6 +112,56 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return 0.0 if self.greedy else max(self.temperature, 0.01)
 
 
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Options of one beam search; every field is checked when the object is made.
+
+    Raises `RequestError` that names the field, its value and what is allowed.
+    """
+
+    beam_width: int
+    """Beams to keep, and most sequences to return; from 1 to `MAX_BEAM_WIDTH`."""
+    max_tokens: int = 16
+    """Most tokens to generate, at least 1."""
+    length_penalty: float = 1.0
+    """A score is log-probability / tokens ** this: the larger it is, the more it favours long sequences."""
+    early_stopping: bool | Literal["never"] = False
+    """When to end once `beam_width` sequences are finished, as in transformers.
+
+    True: at once. False: when no live beam, scored as it is, beats the worst of them. "never": when none can.
+    """
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a sequence."""
+    ignore_eos: bool = False
+    """Generate past end-of-sequence tokens."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    def __post_init__(self) -> None:
+        _check(
+            "beam_width",
+            self.beam_width,
+            _is_int(self.beam_width) and 1 <= self.beam_width <= MAX_BEAM_WIDTH,
+            f"from 1 to {MAX_BEAM_WIDTH}",
+        )
+        _check("max_tokens", self.max_tokens, _is_int(self.max_tokens) and self.max_tokens >= 1, "at least 1")
+        _check(
+            "length_penalty",
+            self.length_penalty,
+            _is_number(self.length_penalty) and abs(self.length_penalty) <= MAX_LENGTH_PENALTY,
+            f"in [{-MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]",
+        )
+        _check(
+            "early_stopping",
+            self.early_stopping,
+            isinstance(self.early_stopping, bool) or self.early_stopping == "never",
+            "True, False or 'never'",
+        )
+        for field in ("ignore_eos", "skip_special_tokens"):
+            _check_switch(field, getattr(self, field))
+        _check_stop_token_ids(self.stop_token_ids)
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))  # a list may be given
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -107,3 +173,28 @@ def _is_number(value: object) -> bool:
 def _check(field: str, value: object, ok: bool, allowed: str) -> None:
     if not ok:
         raise RequestError(f"{field} is {value!r}: it must be {allowed}", field)
+
+
+def _check_switch(field: str, value: object) -> None:
+    _check(field, value, isinstance(value, bool), "True or False")
+
+
+def _check_sequence(field: str, value: object) -> None:
+    _check(field, value, isinstance(value, list | tuple), f"a list or a tuple, such as ({value!r},)")
+
+
+def _check_stop_token_ids(token_ids: tuple[int, ...]) -> None:
+    field = "stop_token_ids"
+    _check_sequence(field, token_ids)
+    for token_id in token_ids:
+        _check(field, token_id, _is_int(token_id) and token_id >= 0, "token ids >= 0")
+    allowed = f"at most {MAX_STOP_TOKEN_IDS} ids"
+    _check(field, f"{len(token_ids)} ids", len(token_ids) <= MAX_STOP_TOKEN_IDS, allowed)
+
+
+def nth_seed(seed: int, index: int) -> int:
+    """The seed of the given sequence of a request: `seed + index`, wrapped to int64 and never -1, which means none."""
+    shifted = seed + index
+    if seed < -1 <= shifted:
+        shifted += 1
+    return shifted if shifted < 2**63 else shifted - 2**64

@@ -4,13 +4,15 @@ There are no phases. Every request chases `num_tokens`: a prompt of 1,000 tokens
 only in how many known tokens are not computed yet. Each step spends at most `max_num_batched_tokens`.
 """
 
-from collections import deque
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpage.kv_cache.manager import KVCacheManager
+from jaxpage.beam_group import BeamGroup
+from jaxpage.kv_cache.manager import BlockCopy, KVCacheManager, NewBlocks
+from jaxpage.policies import FirstComeFirstServed, Policy
 from jaxpage.request import Request, RequestStatus
-from jaxpage.wire import TokenOutput
+from jaxpage.wire import BeamOutput, BeamSequence, TokenLogprobs, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +23,30 @@ class AdmittedRequest:
     request: Request
     token_ids: list[int]
     num_computed_tokens: int
+    block_tables: list[list[int]]
+    """Per KV group, this step's blocks included."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFork:
+    """A row that goes on as a copy of another one, whose last token is replaced."""
+
+    source: int
+    target: int
+    token_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: what changed since the last one, and how many tokens each row computes."""
+    """One step: what changed since the last one, and how many tokens each row computes.
 
+    Row forks come first and all read the rows as the last step left them; then block copies, admissions, the step.
+    """
+
+    row_forks: list[RowFork]
+    block_copies: list[tuple[int, int, int, int, int]]
+    """(source block, target block, row, KV group, index in its block table): who goes on with the copy. The row is -1
+    where an admission brings the table."""
     admitted: list[AdmittedRequest]
     requests: list[Request]
     """Scheduled requests, in the order of the step's tokens."""
@@ -34,16 +54,21 @@ class SchedulerOutput:
     """Their rows."""
     query_lens: list[int]
     """Their tokens in this step, each at least 1."""
-    new_blocks: list[tuple[int, int, int]]
-    """(row, index in its block table, block id)."""
+    new_blocks: list[tuple[int, int, int, int]]
+    """(row, KV group, index in its block table, block id) of rows that were admitted earlier."""
 
     @property
     def num_tokens(self) -> int:
         return sum(self.query_lens)
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether any of the scheduled requests asks for log-probabilities."""
+        return any(request.num_logprobs >= 0 for request in self.requests)
+
 
 class Scheduler:
-    """Continuous batching with chunked prefill, and preemption by recomputing, first come first served."""
+    """Continuous batching with chunked prefill, prefix sharing, forks, and preemption by recomputing."""
 
     def __init__(
         self,
@@ -52,36 +77,54 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         long_prefill_token_threshold: int = 0,
+        max_num_partial_prefills: int = 0,
+        policy: Policy | None = None,
     ) -> None:
         self.kv_cache = kv_cache
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
+        """In the policy's order."""
         self.running: list[Request] = []
+        """In order of admission; the beams of a search stand together."""
         self.num_preemptions = 0
+        self._policy = policy or FirstComeFirstServed()
         self._max_num_batched_tokens = max_num_batched_tokens
         self._chunk = long_prefill_token_threshold or max_num_batched_tokens
+        self._max_num_partial_prefills = max_num_partial_prefills if long_prefill_token_threshold else 0
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._requests: dict[str, Request] = {}
+        self._row_forks: list[RowFork] = []
+        self._block_copies: list[tuple[int, int, int, int, int]] = []
 
     @property
     def has_requests(self) -> bool:
         return bool(self._requests)
 
     def add(self, request: Request) -> None:
-        """Queue a request. It must fit: prompt and output within the pool (the engine checks on arrival)."""
-        assert request.request_id not in self._requests, f"request id {request.request_id} is in use"
+        """Queue a request. It must fit: prompt and output within the pool (the engine checks on arrival).
+
+        Its `forks` are queued when its prompt is computed.
+        """
+        for sequence in (request, *request.forks):
+            assert sequence.request_id not in self._requests, f"request id {sequence.request_id} is in use"
+            self._requests[sequence.request_id] = sequence
         assert request.num_prompt_tokens + request.max_tokens <= self.kv_cache.max_request_tokens + 1
-        self._requests[request.request_id] = request
-        self.waiting.append(request)
+        self._wait(request)
 
     def abort(self, request_id: str) -> Request | None:
-        """Drop a request wherever it is and free what it holds. Returns it, or None if it is not known (any more)."""
+        """Drop a request wherever it is and free what it holds. Returns it, or None if it is not known (any more).
+
+        Requests that would fork from it live on; a search is dropped whole.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return None
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-        else:
+            for member in _members(request):
+                self.running.remove(member)
+        elif request in self.waiting:
             self.waiting.remove(request)
+        elif request.prefix is not None:
+            request.prefix.forks.remove(request)
         self._finish(request)
         return request
 
@@ -89,82 +132,239 @@ class Scheduler:
         """Spend the token budget: running requests first, then waiting ones, unless somebody had to be preempted."""
         step = _Step(self._max_num_batched_tokens)
         preempted = self._schedule_running(step)
+        block_size = self.kv_cache.block_size
+        for request, query_len in zip(step.requests, step.query_lens, strict=True):
+            # Only now: a request that was preempted after it had been scheduled will not fill its blocks.
+            if query_len > 1 or request.num_computed_tokens % block_size == 0:
+                self._publish(request)
         if not preempted:
             self._schedule_waiting(step)
-        return SchedulerOutput(step.admitted, step.requests, step.rows, step.query_lens, step.new_blocks)
+        row_forks, self._row_forks = self._row_forks, []
+        block_copies, self._block_copies = self._block_copies, []
+        return SchedulerOutput(
+            row_forks, block_copies, step.admitted, step.requests, step.rows, step.query_lens, step.new_blocks
+        )
 
-    def update(self, output: SchedulerOutput, sampled: Sequence[int]) -> list[TokenOutput]:
-        """Take in the tokens of a step: `sampled[i]` belongs to `output.requests[i]`, -1 where its prompt goes on."""
-        outputs = []
-        for request, token_id in zip(output.requests, sampled, strict=True):
-            if token_id < 0 or request.status is not RequestStatus.RUNNING:
+    def update(
+        self, output: SchedulerOutput, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None
+    ) -> list[TokenOutput | BeamOutput]:
+        """Take in the results of a step: `sampled[i]` belongs to `output.requests[i]`, -1 where its prompt goes on.
+
+        A token of a request that was preempted meanwhile is delivered all the same; it will be computed as known.
+        """
+        outputs: list[TokenOutput | BeamOutput] = []
+        for index, (request, token_id) in enumerate(zip(output.requests, sampled, strict=True)):
+            if token_id < 0 or request.status is RequestStatus.FINISHED:
                 continue
+            found = logprobs[index] if logprobs is not None else None
+            if request.beams is not None:
+                # Beams that were preempted start anew together.
+                if request.status is RequestStatus.RUNNING and found is not None:
+                    outputs.extend(self._advance(request.beams, request, found))
+                continue
+            if request.forks:
+                self._release_forks(request)
+            num_cached = request.num_cached_tokens or 0 if request.num_tokens == request.num_prompt_tokens else 0
             finish_reason, stop_token_id = request.append(token_id)
             if finish_reason is not None:
-                self.running.remove(request)
+                (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
                 self._finish(request)
-            outputs.append(TokenOutput(request.request_id, [token_id], finish_reason, stop_token_id))
+            outputs.append(TokenOutput(request.request_id, [token_id], finish_reason, stop_token_id, num_cached, found))
         return outputs
 
     def _schedule_running(self, step: "_Step") -> bool:
         """Returns whether anybody was preempted."""
+        running, grow = self.running, self.kv_cache.grow
         preempted = False
         index = 0
-        while index < len(self.running) and step.budget > 0:
-            request = self.running[index]
-            num_new = min(request.num_tokens - request.num_computed_tokens, self._chunk, step.budget)
-            added = self.kv_cache.grow(request.request_id, request.num_computed_tokens + num_new)
+        while index < len(running) and step.budget > 0:
+            request = running[index]
+            num_computed = request.num_computed_tokens
+            num_new = len(request.token_ids) - num_computed
+            if num_new > 1:
+                num_new = min(num_new, self._chunk, step.budget)
+            elif num_new == 0:  # a beam that waits for the others
+                index += 1
+                continue
+            added = grow(request.request_id, num_computed, num_computed + num_new)
             if added is None:
                 preempted = True
-                if self._preempt_last() is request:
+                victim = self._policy.victim(running)
+                self._preempt(victim, step)
+                if request in _members(victim):
                     break
+                index = running.index(request)
                 continue
-            step.take(request, num_new, added, len(self.kv_cache.table(request.request_id)) - len(added))
+            step.take(request, num_new, added)
             index += 1
         return preempted
 
     def _schedule_waiting(self, step: "_Step") -> None:
-        while self.waiting and step.budget > 0 and self._free_rows:
-            request = self.waiting[0]
-            # All of it must fit now, though only a part may be computed: else it would be preempted half-way.
-            if not self.kv_cache.can_fit(request.num_tokens):
+        index = 0
+        while index < len(self.waiting) and step.budget > 0:
+            request = self.waiting[index]
+            if self._is_one_long_prefill_too_many(request):
+                index += 1
+                continue
+            members = _members(request)
+            num_rows = 1 if request.beams is None else len(request.beams.beams)
+            if num_rows > len(self._free_rows) or not self._has_room_for(members):
                 break
-            self.waiting.popleft()
-            request.status = RequestStatus.RUNNING
-            request.row = self._free_rows.pop()
-            self.running.append(request)
-            step.admitted.append(
-                AdmittedRequest(request.row, request, list(request.token_ids), request.num_computed_tokens)
-            )
-            num_new = min(request.num_tokens - request.num_computed_tokens, self._chunk, step.budget)
-            added = self.kv_cache.grow(request.request_id, request.num_computed_tokens + num_new)
-            assert added is not None, "can_fit promised these blocks"
-            step.take(request, num_new, added, 0)
+            beginnings = [self._begin(member) for member in members]
+            if not all(beginnings):
+                for member, begun in zip(members, beginnings, strict=True):
+                    if begun:
+                        self.kv_cache.free(member.request_id)
+                        member.num_computed_tokens = 0
+                break
+            del self.waiting[index]
+            for member in [request] if request.beams is None else request.beams.beams:
+                member.row = self._free_rows.pop()
+            for member in members:
+                self._start(member, step)
 
-    def _preempt_last(self) -> Request:
-        """Take the last running request off: its KV is dropped and will be computed again. It goes first in the queue.
+    def _is_one_long_prefill_too_many(self, request: Request) -> bool:
+        """Long prompts beyond `max_num_partial_prefills` wait, and others go before them."""
+        if not self._max_num_partial_prefills or request.num_tokens - request.num_computed_tokens <= self._chunk:
+            return False
+        num_long = sum(other.num_tokens - other.num_computed_tokens > self._chunk for other in self.running)
+        return num_long >= self._max_num_partial_prefills
 
-        The victim was not yet scheduled in this step: requests are scheduled in order, and the one that needs a block
-        comes no later than the last.
+    def _has_room_for(self, members: Sequence[Request]) -> bool:
+        """Whether several would fit without finding anything; a single one is judged with what is found for it."""
+        needed = sum(self.kv_cache.num_blocks_for(member.num_tokens) for member in members)
+        return len(members) == 1 or needed <= self.kv_cache.pool.num_free
+
+    def _begin(self, request: Request) -> bool:
+        """Give a request its first blocks: forked, found or none. Returns False and changes nothing without room.
+
+        All of it must fit now, though only a part may be computed: else it would be preempted half-way.
         """
-        request = self.running.pop()
+        copies = self._fork(request)
+        if copies is not None:
+            self._block_copies += [(copy.source, copy.target, -1, copy.group, copy.index) for copy in copies]
+            request.num_computed_tokens = request.num_prompt_tokens - 1
+        else:
+            keys = request.block_keys(self.kv_cache.block_size) if request.reads_prefix_cache else []
+            hit = self.kv_cache.match(keys, request.num_tokens)
+            if not self.kv_cache.can_fit(request.num_tokens, hit):
+                return False
+            self.kv_cache.admit(request.request_id, hit)
+            request.num_computed_tokens = hit.num_tokens
+            if request.num_cached_tokens is None and request.reads_prefix_cache:
+                self.kv_cache.num_queried_tokens += request.num_tokens
+                self.kv_cache.num_hit_tokens += hit.num_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
+        return True
+
+    def _fork(self, request: Request) -> list[BlockCopy] | None:
+        """Fork a request that has generated nothing from the one with the same prompt, if that still runs."""
+        prefix = request.prefix
+        if prefix is None or prefix.status is not RequestStatus.RUNNING or request.num_output_tokens:
+            return None
+        # The last token is computed again: its logits are needed.
+        return self.kv_cache.fork(prefix.request_id, request.request_id, request.num_prompt_tokens - 1)
+
+    def _start(self, request: Request, step: "_Step") -> None:
+        """Let an admitted request run, with what is left of the budget."""
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        num_computed = request.num_computed_tokens
+        num_new = min(request.num_tokens - num_computed, self._chunk, step.budget)
+        added = self.kv_cache.grow(request.request_id, num_computed, num_computed + num_new)
+        assert added is not None, "its blocks were promised"
+        tables = [list(table) for table in self.kv_cache.tables(request.request_id)]
+        step.admitted.append(AdmittedRequest(request.row, request, list(request.token_ids), num_computed, tables))
+        if num_new:
+            step.take(request, num_new, ())
+            self._publish(request)
+
+    def _publish(self, request: Request) -> None:
+        keys = request.block_keys(self.kv_cache.block_size) if self.kv_cache.enable_prefix_caching else ()
+        self.kv_cache.publish(request.request_id, keys, request.num_computed_tokens)
+
+    def _wait(self, request: Request) -> None:
+        bisect.insort(self.waiting, request, key=self._policy.key)
+
+    def _release_forks(self, request: Request) -> None:
+        """Queue those that waited for this request's prompt."""
+        for fork in request.forks:
+            self._wait(fork)
+        request.forks = []
+
+    def _advance(self, group: BeamGroup, request: Request, found: TokenLogprobs) -> list[TokenOutput | BeamOutput]:
+        """Take in how a beam could go on; when all have said so, let the search choose."""
+        if not group.report(request, found.top):
+            return []
+        first, before = self.running.index(group.beams[0]), group.live
+        continuations = group.advance()
+        if not continuations:
+            del self.running[first : first + len(before)]
+            self._finish(group.beams[0])
+            sequences = [
+                BeamSequence(list(beam.token_ids), beam.cumulative_logprob, beam.score, beam.finish_reason)
+                for beam in group.search.results()
+            ]
+            return [BeamOutput(group.beams[0].request_id, sequences, group.beams[0].num_cached_tokens or 0)]
+        self.running[first : first + len(before)] = group.live
+        for beam in group.live:
+            beam.status = RequestStatus.RUNNING
+        copies = self.kv_cache.reorder(
+            [beam.request_id for beam in group.beams],
+            [continuation.source for continuation in continuations],
+            group.beams[0].num_computed_tokens,
+        )
+        if copies is None:
+            self._preempt(group.beams[0], None)
+            return []
+        rows = {beam.request_id: beam.row for beam in group.live}
+        self._block_copies += [
+            (copy.source, copy.target, rows[copy.request_id], copy.group, copy.index) for copy in copies
+        ]
+        self._row_forks += [
+            RowFork(before[continuation.source].row, beam.row, continuation.token_id)
+            for beam, continuation in zip(group.live, continuations, strict=True)
+        ]
+        return []
+
+    def _preempt(self, victim: Request, step: "_Step | None") -> None:
+        """Take a running request off: its KV is dropped and will be computed again. It queues before newer ones.
+
+        What `step` has scheduled of it is taken back. All beams of a search go together.
+        """
         self.num_preemptions += 1
-        self._release(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
-        self.waiting.appendleft(request)
-        return request
+        for member in _members(victim):
+            self.running.remove(member)
+            if step is not None:
+                step.drop(member)
+            member.status = RequestStatus.PREEMPTED
+            member.num_computed_tokens = 0
+        if victim.beams is not None:
+            victim.beams.forget()
+            victim = victim.beams.beams[0]
+        self._release(victim)
+        self._wait(victim)
 
     def _finish(self, request: Request) -> None:
+        self._release_forks(request)
         self._release(request)
-        request.status = RequestStatus.FINISHED
+        for member in [request] if request.beams is None else request.beams.beams:
+            member.status = RequestStatus.FINISHED
         del self._requests[request.request_id]
 
     def _release(self, request: Request) -> None:
-        self.kv_cache.free(request.request_id)
-        if request.row >= 0:
-            self._free_rows.append(request.row)
-            request.row = -1
+        """Give back the blocks and rows of a request, and of all beams if it is one."""
+        for member in [request] if request.beams is None else request.beams.beams:
+            self.kv_cache.free(member.request_id)
+            if member.row >= 0:
+                self._free_rows.append(member.row)
+                member.row = -1
+
+
+def _members(request: Request) -> Sequence[Request]:
+    """The requests that run, are preempted and resume together: all beams of a search, or the request itself."""
+    return [request] if request.beams is None else request.beams.live
 
 
 class _Step:
@@ -176,13 +376,24 @@ class _Step:
         self.requests: list[Request] = []
         self.rows: list[int] = []
         self.query_lens: list[int] = []
-        self.new_blocks: list[tuple[int, int, int]] = []
+        self.new_blocks: list[tuple[int, int, int, int]] = []
 
-    def take(self, request: Request, num_tokens: int, added: list[int], first_index: int) -> None:
-        """Schedule `num_tokens` of a request whose table grew by `added` from `first_index` on."""
+    def take(self, request: Request, num_tokens: int, added: Sequence[NewBlocks]) -> None:
+        """Schedule `num_tokens` of a request whose tables grew by `added`."""
         self.budget -= num_tokens
         self.requests.append(request)
         self.rows.append(request.row)
         self.query_lens.append(num_tokens)
-        self.new_blocks.extend((request.row, first_index + i, block_id) for i, block_id in enumerate(added))
+        for new in added:
+            for index, block_id in enumerate(new.block_ids, new.first_index):
+                self.new_blocks.append((request.row, new.group, index, block_id))
         request.num_computed_tokens += num_tokens
+
+    def drop(self, request: Request) -> None:
+        """Take back what was scheduled of a request, if anything."""
+        if request in self.requests:
+            index = self.requests.index(request)
+            self.budget += self.query_lens[index]
+            for entries in (self.requests, self.rows, self.query_lens):
+                del entries[index]
+            self.new_blocks = [new for new in self.new_blocks if new[0] != request.row]

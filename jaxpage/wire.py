@@ -1,11 +1,18 @@
 """Messages between the API process and the engine process: msgspec structs in msgpack, nothing else.
 
-To the engine: AddRequest, AbortRequests. From the engine: Ready, Outputs, Dead.
+To the engine: AddRequest, AbortRequests, Call. From the engine: Ready, Outputs, Returned, Dead.
 """
+
+from typing import Any
 
 import msgspec
 
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+
+
+def sequence_id(request_id: str, index: int) -> str:
+    """What the engine calls sequence `index` of a request; the first has the request's own name."""
+    return f"{request_id}#{index}" if index else request_id
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", array_like=True):
@@ -16,12 +23,23 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", array_like=True):
     params: SamplingParams
     seed: int
     max_tokens: int
+    priority: int = 0
+    cache_salt: str | None = None
+    beam: BeamSearchParams | None = None
+    """A beam search; `params` then says nothing but how long."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort", array_like=True):
-    """Drop these requests; unknown ids are ignored, as they may just have finished."""
+    """Drop these sequences; unknown ids are ignored, as they may just have finished."""
 
-    request_ids: list[str]
+    sequence_ids: list[str]
+
+
+class Call(msgspec.Struct, frozen=True, tag="call", array_like=True):
+    """Run one of the engine's utilities (`EngineCore.UTILITIES`) between two steps."""
+
+    call_id: int
+    utility: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
@@ -32,22 +50,68 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     eos_token_ids: list[int]
     num_blocks: int
     block_size: int
+    max_num_seqs: int
+    max_beam_tokens: list[int]
+    """Most tokens of each sequence of a beam search 1, 2, ... beams wide: all of them must fit in the KV cache."""
 
 
-class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What a step gave one request; the last one of a request has a finish reason."""
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one generated token, of the model's own distribution."""
 
-    request_id: str
+    logprob: float
+    """Of the token itself."""
+    rank: int
+    """How many tokens are more probable, plus one."""
+    top: list[tuple[int, float]]
+    """(token id, log-probability) of the most probable ones, in order."""
+
+
+class TokenOutput(msgspec.Struct, frozen=True, tag="tokens", array_like=True):
+    """What a step gave one sequence; its last output has a finish reason."""
+
+    sequence_id: str
     token_ids: list[int]
     finish_reason: str | None = None
     stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed; in a request's first output."""
+    logprobs: TokenLogprobs | None = None
+
+
+class BeamSequence(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence that a beam search found."""
+
+    token_ids: list[int]
+    cumulative_logprob: float
+    score: float
+    finish_reason: str
+
+
+class BeamOutput(msgspec.Struct, frozen=True, tag="beams", array_like=True):
+    """The end of a beam search: its sequences, best first."""
+
+    sequence_id: str
+    sequences: list[BeamSequence]
+    num_cached_tokens: int = 0
+
+    @property
+    def finish_reason(self) -> str:
+        """A search gives nothing before its end."""
+        return self.sequences[0].finish_reason
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
     """Everything that a step gave, and how the engine stands."""
 
-    outputs: list[TokenOutput]
+    outputs: list[TokenOutput | BeamOutput]
     stats: dict[str, float]
+
+
+class Returned(msgspec.Struct, frozen=True, tag="returned", array_like=True):
+    """What a utility gave."""
+
+    call_id: int
+    result: Any
 
 
 class Dead(msgspec.Struct, frozen=True, tag="dead", array_like=True):
@@ -57,8 +121,8 @@ class Dead(msgspec.Struct, frozen=True, tag="dead", array_like=True):
     message: str
 
 
-ToEngine = AddRequest | AbortRequests
-FromEngine = Ready | Outputs | Dead
+ToEngine = AddRequest | AbortRequests | Call
+FromEngine = Ready | Outputs | Returned | Dead
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -37,14 +37,6 @@ class ModelConfig:
     """Positions that a query sees, itself included; None is all."""
 
 
-@dataclass(frozen=True)
-class KVSpec:
-    """What one layer keeps per token."""
-
-    num_kv_heads: int
-    head_dim: int
-
-
 class UnsupportedModelError(ValueError):
     """A config asks for something that jaxpage does not implement; the message names it."""
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from jaxpage.models.config import KVSpec, ModelConfig, UnsupportedModelError, require, rope_from_hf
+from jaxpage.models.config import ModelConfig, UnsupportedModelError, require, rope_from_hf
 from jaxpage.models.params import Params, Source, Weight, weight
-from jaxpage.ops.attention import AttentionMetadata, paged_attention
-from jaxpage.ops.kv_write import write_kv
+from jaxpage.ops.attention import AttentionMetadata, KVCache, attend
+from jaxpage.ops.kv_spec import KVSpec
 from jaxpage.ops.matmul import linear
 from jaxpage.ops.norm import rms_norm
 from jaxpage.ops.rope import apply_rope, rope_cos_sin
@@ -108,45 +108,36 @@ def _gate_up(cfg: ModelConfig, prefix: str, kind: str, tail: tuple[int, ...]) ->
 
 def kv_specs(cfg: ModelConfig) -> Sequence[KVSpec]:
     """What each layer keeps in the KV cache."""
-    return [KVSpec(cfg.num_kv_heads, cfg.head_dim)] * cfg.num_layers
+    return [KVSpec(cfg.num_kv_heads, cfg.head_dim, window=cfg.sliding_window)] * cfg.num_layers
 
 
 def forward(
     params: Params,
     tokens: jax.Array,
     positions: jax.Array,
-    kv_cache: Sequence[jax.Array],
+    kv_cache: KVCache,
     metadata: AttentionMetadata,
     cfg: ModelConfig,
-) -> tuple[jax.Array, list[jax.Array]]:
+) -> tuple[jax.Array, KVCache]:
     """One pass over a step's tokens, writing their KV.
 
-    tokens, positions: [tokens] int32; kv_cache: per layer [num_blocks, 2, block_size, num_kv_heads, head_dim].
-    Returns the final hidden states [tokens, embed], normed, and the updated cache.
+    tokens, positions: [tokens] int32. Returns the final hidden states [tokens, embed], normed, and the updated cache.
     """
     x = params["embed"][tokens]
     rope = rope_cos_sin(positions, metadata.rope_lengths, cfg.rope)
-    new_cache = []
-    for layer, kv_layer in zip(params["layers"], kv_cache, strict=True):
+    for index, layer in enumerate(params["layers"]):
         with jax.named_scope("layer"):
-            attended, kv_layer = _attention(
-                layer, rms_norm(x, layer["input_norm"], cfg.norm_eps), kv_layer, rope, metadata, cfg
-            )
-            x = x + attended
+            q, k, v = _project(layer, rms_norm(x, layer["input_norm"], cfg.norm_eps), rope, cfg)
+            out, kv_cache = attend(q, k, v, kv_cache, index, metadata, scale=cfg.head_dim**-0.5)
+            x = x + linear(out.reshape(x.shape[0], -1), layer["o"], layer.get("o_bias"))
             x = x + _mlp(layer, rms_norm(x, layer["post_norm"], cfg.norm_eps))
-        new_cache.append(kv_layer)
-    return rms_norm(x, params["norm"], cfg.norm_eps), new_cache
+    return rms_norm(x, params["norm"], cfg.norm_eps), kv_cache
 
 
-def _attention(
-    layer: Params,
-    x: jax.Array,
-    kv_layer: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
-    metadata: AttentionMetadata,
-    cfg: ModelConfig,
-) -> tuple[jax.Array, jax.Array]:
-    """x: [tokens, embed] -> [tokens, embed], and the layer's cache with the new tokens in it."""
+def _project(
+    layer: Params, x: jax.Array, rope: tuple[jax.Array, jax.Array], cfg: ModelConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """x: [tokens, embed] -> q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; q and k rotated."""
     num_tokens = x.shape[0]
     qkv = linear(x, layer["qkv"], layer.get("qkv_bias"))  # [tokens, kv_heads, heads per kv head + 2, head_dim]
     q = qkv[:, :, :-2].reshape(num_tokens, cfg.num_heads, cfg.head_dim)
@@ -154,10 +145,7 @@ def _attention(
     if cfg.qk_norm:
         q = rms_norm(q, layer["q_norm"], cfg.norm_eps)
         k = rms_norm(k, layer["k_norm"], cfg.norm_eps)
-    q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-    kv_layer = write_kv(kv_layer, k, v, metadata.slots)
-    out = paged_attention(q, kv_layer, metadata, scale=cfg.head_dim**-0.5, window=cfg.sliding_window)
-    return linear(out.reshape(num_tokens, -1), layer["o"], layer.get("o_bias")), kv_layer
+    return apply_rope(q, *rope), apply_rope(k, *rope), v
 
 
 def _mlp(layer: Params, x: jax.Array) -> jax.Array:

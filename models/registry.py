@@ -10,9 +10,10 @@ import numpy as np
 
 from jaxpage.models import llama
 from jaxpage.models.checkpoint import Checkpoint
-from jaxpage.models.config import KVSpec, ModelConfig, UnsupportedModelError
+from jaxpage.models.config import ModelConfig, UnsupportedModelError
 from jaxpage.models.params import Params
-from jaxpage.ops.attention import AttentionMetadata
+from jaxpage.ops.attention import AttentionMetadata, KVCache
+from jaxpage.ops.kv_spec import KVSpec
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +29,10 @@ class Model(Protocol):
         params: Params,
         tokens: jax.Array,
         positions: jax.Array,
-        kv_cache: Sequence[jax.Array],
+        kv_cache: KVCache,
         metadata: AttentionMetadata,
         cfg: ModelConfig,
-    ) -> tuple[jax.Array, list[jax.Array]]: ...
+    ) -> tuple[jax.Array, KVCache]: ...
     def logits(self, params: Params, hidden: jax.Array, cfg: ModelConfig) -> jax.Array: ...
 
 

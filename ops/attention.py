@@ -1,10 +1,26 @@
-"""Paged attention: what a step tells the kernel, and which implementation runs."""
+"""Paged attention: the cache, what a step tells the kernel, and which implementation runs."""
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import jax
 
 from jaxpage.ops.attention_xla import paged_attention_xla
+from jaxpage.ops.kv_spec import KVLayout
+from jaxpage.ops.kv_write import write_kv
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """The KV cache on its devices."""
+
+    buffers: list[jax.Array]  # each [num_blocks, 2, block_size, num_kv_heads, head_dim] of its first layer
+    layout: KVLayout = field(metadata={"static": True})
+
+    @property
+    def num_blocks(self) -> int:
+        return self.buffers[0].shape[0]
 
 
 @jax.tree_util.register_dataclass
@@ -16,8 +32,8 @@ class AttentionMetadata:
     its queries are the last `query_lens[r]` of those positions.
     """
 
-    slots: jax.Array  # [tokens] int32, where each token's KV goes; past the cache's end for padding
-    block_tables: jax.Array  # [rows, width] int32
+    slots: list[jax.Array]  # per KV group [tokens] int32, where each token's KV goes; past the cache's end for padding
+    block_tables: jax.Array  # [groups, rows, width] int32
     query_start: jax.Array  # [rows + 1] int32
     query_lens: jax.Array  # [rows] int32
     kv_lens: jax.Array  # [rows] int32
@@ -25,22 +41,41 @@ class AttentionMetadata:
     max_query_len: int = field(metadata={"static": True})
 
 
-def paged_attention(
-    q: jax.Array, kv_layer: jax.Array, metadata: AttentionMetadata, *, scale: float, window: int | None = None
-) -> jax.Array:
-    """Causal attention of each row's queries over its KV, read through the block table.
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_cache: KVCache,
+    layer: int,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """Write a layer's new keys and values, then attend over all that its kind (`KVSpec`) lets each query see.
 
-    q: [tokens, heads, head_dim]; kv_layer: [num_blocks, 2, block_size, num_kv_heads, head_dim]; window: how many
-    positions a query sees, itself included (None: all). Returns q's shape and dtype; padding tokens give 0.
+    q: [tokens, heads, head_dim]; k, v: [tokens, num_kv_heads, head_dim]. All of a step's KV is written first: a row may
+    read blocks that another row fills in the same step. Returns q's shape and dtype (0 for padding), and the cache.
     """
-    return paged_attention_xla(
+    group, buffer = kv_cache.layout.layers[layer]
+    spec, block_size = kv_cache.layout.groups[group].spec, kv_cache.layout.groups[group].block_size
+    stored = kv_cache.buffers[buffer]
+    # Layers that keep less per token see the same page as a larger block.
+    kv_layer = stored.reshape(kv_cache.num_blocks, 2, block_size, spec.num_kv_heads, spec.head_dim)
+    kv_layer = write_kv(kv_layer, k, v, metadata.slots[group])
+    out = paged_attention_xla(
         q,
         kv_layer,
-        block_tables=metadata.block_tables,
+        block_tables=metadata.block_tables[group],
         query_start=metadata.query_start,
         query_lens=metadata.query_lens,
         kv_lens=metadata.kv_lens,
         max_query_len=metadata.max_query_len,
         scale=scale,
-        window=window,
+        window=spec.window,
+        chunk=spec.chunk,
+        softcap=softcap,
     )
+    buffers = list(kv_cache.buffers)
+    buffers[buffer] = kv_layer.reshape(stored.shape)
+    return out, dataclasses.replace(kv_cache, buffers=buffers)

@@ -21,6 +21,24 @@ TILE_TOKENS = 64
 _MASKED = -1e30
 
 
+class _Options(NamedTuple):
+    """What a layer's attention is; see `paged_attention_xla`."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    chunk: int | None
+
+    def first_visible(self, positions: jax.Array) -> jax.Array:
+        """The first KV position that a query at each position sees. It never falls as the position grows."""
+        first = jnp.zeros_like(positions)
+        if self.window is not None:
+            first = jnp.maximum(first, positions - (self.window - 1))
+        if self.chunk is not None:
+            first = jnp.maximum(first, positions // self.chunk * self.chunk)
+        return first
+
+
 class _QueryBlocks(NamedTuple):
     """Consecutive queries of one row each; n blocks of m queries."""
 
@@ -40,12 +58,19 @@ def paged_attention_xla(
     max_query_len: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
 ) -> jax.Array:
     """See `ops.attention.paged_attention`; `max_query_len` bounds every row's query length.
 
     q: [tokens, heads, head_dim]; kv_layer: [num_blocks, 2, block_size, num_kv_heads, head_dim];
     block_tables: [rows, width]; query_start: [rows + 1]; query_lens, kv_lens: [rows]. Returns q's shape and dtype.
+
+    window: a query sees this many positions, itself included. chunk: a query sees its own chunk of this many positions
+    (chunked local attention, Llama 4). Blocks that no query of a row sees may hold anything. softcap: scores become
+    `softcap * tanh(scores / softcap)`, after the scale (Gemma 2).
     """
+    options = _Options(scale, window, softcap, chunk)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv_layer.shape[3]
     grouped = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -53,7 +78,7 @@ def paged_attention_xla(
         # Each token is its row's only query; rows and tokens are in the same order.
         positions = jnp.where(query_lens > 0, kv_lens - 1, -1)
         blocks = _QueryBlocks(grouped[:, None], positions[:, None], block_tables)
-        return _attend(blocks, kv_layer, scale, window)[:, 0].reshape(q.shape).astype(q.dtype)
+        return _attend(blocks, kv_layer, options)[:, 0].reshape(q.shape).astype(q.dtype)
 
     # Query blocks are numbered row after row; a step of this shape has at most this many.
     most = num_tokens // QUERY_BLOCK + query_lens.shape[0]
@@ -69,7 +94,7 @@ def paged_attention_xla(
         tokens = jnp.where(live, query_start[row][:, None] + offset, num_tokens)
         positions = jnp.where(live, (kv_lens - query_lens)[row][:, None] + offset, -1)
         blocks = _QueryBlocks(grouped.at[tokens].get(mode="clip"), positions, block_tables[row])
-        attended = _attend(blocks, kv_layer, scale, window).reshape(-1, num_heads, head_dim)
+        attended = _attend(blocks, kv_layer, options).reshape(-1, num_heads, head_dim)
         return out.at[tokens.reshape(-1)].set(attended.astype(q.dtype), mode="drop")
 
     if most <= size:
@@ -77,7 +102,7 @@ def paged_attention_xla(
     return jax.lax.fori_loop(0, (ends[-1] + size - 1) // size, run_group, jnp.zeros_like(q))
 
 
-def _attend(blocks: _QueryBlocks, kv_layer: jax.Array, scale: float, window: int | None) -> jax.Array:
+def _attend(blocks: _QueryBlocks, kv_layer: jax.Array, options: _Options) -> jax.Array:
     """Attention of every query block over its row's KV, as [n, m, kv_heads, heads per kv head, head_dim] float32."""
     n, m, kv_heads, per_kv_head, head_dim = blocks.q.shape
     block_size = kv_layer.shape[2]
@@ -88,12 +113,14 @@ def _attend(blocks: _QueryBlocks, kv_layer: jax.Array, scale: float, window: int
     # [n, g, h * m, d]: all queries that read one kv head in one product.
     q = blocks.q.transpose(0, 2, 3, 1, 4).reshape(n, kv_heads, per_kv_head * m, head_dim)
     positions = jnp.tile(blocks.positions, (1, per_kv_head))[:, None, :, None]  # [n, 1, h * m, 1]
+    first_visible = options.first_visible(positions)
 
-    num_tiles = jnp.max(blocks.positions) // tile_tokens + 1
-    first_tile = jnp.array(0, jnp.int32)
-    if window is not None:
-        oldest = jnp.min(jnp.where(blocks.positions < 0, jnp.iinfo(jnp.int32).max, blocks.positions))
-        first_tile = jnp.clip(oldest - (window - 1), 0, width * block_size) // tile_tokens
+    # What some query of a block sees, as [n, 1]; nothing where the block has no query.
+    newest = jnp.max(blocks.positions, axis=1, keepdims=True)
+    oldest = jnp.min(jnp.where(blocks.positions < 0, jnp.iinfo(jnp.int32).max, blocks.positions), 1, keepdims=True)
+    first_seen = options.first_visible(oldest)
+    first_tile = jnp.minimum(jnp.min(first_seen), width * block_size) // tile_tokens
+    num_tiles = jnp.max(newest) // tile_tokens + 1
 
     def read_tile(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, weighted = state
@@ -101,13 +128,13 @@ def _attend(blocks: _QueryBlocks, kv_layer: jax.Array, scale: float, window: int
         k = kv_layer[ids, 0].reshape(n, tile_tokens, kv_heads, head_dim)
         v = kv_layer[ids, 1].reshape(n, tile_tokens, kv_heads, head_dim)
         kv_positions = tile * tile_tokens + jnp.arange(tile_tokens)
-        visible = kv_positions <= positions
-        if window is not None:
-            visible &= kv_positions > positions - window
-        # An unwritten slot may hold NaN, and 0 * NaN is NaN: values that no query sees are zeroed.
-        seen = kv_positions <= jnp.max(blocks.positions, axis=1)[:, None]
+        visible = (kv_positions >= first_visible) & (kv_positions <= positions)
+        # A slot that no query sees may hold NaN (unwritten, or another request's), and 0 * NaN is NaN.
+        seen = (kv_positions >= first_seen) & (kv_positions <= newest)
         v = jnp.where(seen[:, :, None, None], v, 0)
-        scores = jnp.einsum("nghd,nsgd->nghs", q, k, preferred_element_type=jnp.float32) * scale
+        scores = jnp.einsum("nghd,nsgd->nghs", q, k, preferred_element_type=jnp.float32) * options.scale
+        if options.softcap is not None:
+            scores = options.softcap * jnp.tanh(scores / options.softcap)
         scores = jnp.where(visible, scores, _MASKED)
         new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
         decay = jnp.exp(highest - new_highest)

@@ -48,6 +48,39 @@ def sample(logits: jax.Array, state: SamplingState) -> jax.Array:
     return jnp.where(state.temperature > 0, drawn, greedy)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one token of each row; zeros where no row asks for them."""
+
+    token: jax.Array  # [rows] float32, of the drawn token
+    rank: jax.Array  # [rows] int32, how many tokens are more probable, plus one
+    top_ids: jax.Array  # [rows, k] int32, the most probable tokens, in order
+    top: jax.Array  # [rows, k] float32
+
+
+def token_logprobs(logits: jax.Array, tokens: jax.Array, wanted: jax.Array, k: int) -> TokenLogprobs:
+    """Log-probabilities of the distribution before any option changes it, if any row has `wanted` >= 0.
+
+    logits: [rows, vocab] float32; tokens, wanted: [rows] int32; k: alternatives to report, at most the vocabulary.
+    """
+    rows = logits.shape[0]
+
+    def compute() -> TokenLogprobs:
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        token = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
+        rank = 1 + jnp.sum(logprobs > token, axis=-1).astype(jnp.int32)
+        top, top_ids = jax.lax.top_k(logprobs, k)
+        return TokenLogprobs(token[:, 0], rank, top_ids.astype(jnp.int32), top)
+
+    def nothing() -> TokenLogprobs:
+        return TokenLogprobs(
+            jnp.zeros(rows), jnp.zeros(rows, jnp.int32), jnp.zeros((rows, k), jnp.int32), jnp.zeros((rows, k))
+        )
+
+    return jax.lax.cond(jnp.any(wanted >= 0), compute, nothing)
+
+
 def _mask_stop_tokens(logits: jax.Array, state: SamplingState) -> jax.Array:
     """Stop tokens cannot be drawn before the row's minimum length."""
 

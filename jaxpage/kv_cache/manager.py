@@ -1,50 +1,306 @@
-"""Block tables: which blocks hold each request's KV, grown on demand."""
+"""Block tables: which blocks hold each request's KV. Grown on demand, found in the prefix cache, forked.
 
-from jaxpage.kv_cache.block_pool import BlockPool
+A request has one table per KV group. What the groups differ in is only which positions a query sees
+(`KVSpec.first_visible`): blocks before that are freed while the request runs, and need not be found for a prefix hit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxpage.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool
+from jaxpage.kv_cache.hashing import BlockKey
+from jaxpage.kv_cache.spec import max_request_tokens, num_blocks_for
+from jaxpage.ops.kv_spec import KVGroup, KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A block that goes on as a copy of another, and the entry of a block table that names the copy."""
+
+    source: int
+    target: int
+    request_id: str
+    group: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlocks:
+    """What was added to one of a request's tables."""
+
+    group: int
+    first_index: int
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """A prefix whose KV is in the cache: the tables that a request would begin with."""
+
+    num_tokens: int
+    tables: list[list[int]]
+    """Per group; the null block where nothing is needed any more."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a request holds."""
+
+    tables: list[list[int]]
+    capacity: int
+    """Token positions that every table covers."""
+    first_kept: list[int]
+    """Per group: index of the first block that was not yet given up."""
+    num_published: list[int]
+    """Per group: blocks from the table's head that were published or need not be."""
 
 
 class KVCacheManager:
-    """The block table of every running request."""
+    """The block tables of every running request, over one pool."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(
+        self, num_blocks: int, layout: KVLayout, *, max_step_tokens: int, enable_prefix_caching: bool = True
+    ) -> None:
+        """`max_step_tokens`: most tokens of one request in a step; it bounds what windows hold."""
         self.pool = BlockPool(num_blocks)
-        self._tables: dict[str, list[int]] = {}
+        self.layout = layout
+        self.block_size = layout.block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_queried_tokens = 0
+        """Tokens of admitted requests that were looked for in the prefix cache."""
+        self.num_hit_tokens = 0
+        """Tokens of these that were found."""
+        self._groups = layout.groups
+        self._grain = max(group.block_size for group in layout.groups)
+        self._max_step_tokens = max_step_tokens
+        self._held: dict[str, _Held] = {}
 
     @property
     def max_request_tokens(self) -> int:
         """Token positions that a single request can ever have."""
-        return self.pool.num_usable * self.block_size
+        return max_request_tokens(self.layout, self.pool.num_usable, self._max_step_tokens)
 
-    def can_fit(self, num_tokens: int) -> bool:
-        """Whether a request of `num_tokens` would fit beside what is held now."""
-        return self._num_blocks_for(num_tokens) <= self.pool.num_free
+    def tables(self, request_id: str) -> list[list[int]]:
+        """Block ids of a request per group, in order of position; empty for one that holds nothing."""
+        held = self._held.get(request_id)
+        return held.tables if held is not None else [[] for _ in self._groups]
 
-    def table(self, request_id: str) -> list[int]:
-        """Block ids of a request in order of position; empty for an unknown one."""
-        return self._tables.get(request_id, [])
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Most blocks that a sequence of this length ever holds."""
+        return num_blocks_for(self.layout, num_tokens, self._max_step_tokens)
 
-    def grow(self, request_id: str, num_tokens: int) -> list[int] | None:
-        """Make the request's table cover `num_tokens` positions.
+    def can_fit(self, num_tokens: int, hit: PrefixHit | None = None) -> bool:
+        """Whether a request of `num_tokens`, of which `hit` is found, would fit beside what is held now."""
+        needed = self.num_blocks_for(num_tokens)
+        for table in hit.tables if hit is not None else ():
+            for block_id in table:
+                # Found and held by others costs nothing; found and free takes one from the free ones.
+                needed -= block_id != NULL_BLOCK_ID and self.pool.ref_counts[block_id] > 0
+        return needed <= self.pool.num_free
 
-        Returns the block ids that were added, or None and nothing changed when too few blocks are free.
+    def match(self, keys: Sequence[BlockKey], num_tokens: int) -> PrefixHit:
+        """The longest prefix that all groups can go on from; at least one of `num_tokens` is left to compute."""
+        num_hit = 0
+        if self.enable_prefix_caching:
+            num_hit = min((num_tokens - 1) // self._grain, len(keys) * self.block_size // self._grain) * self._grain
+            while num_hit > 0:
+                agreed = num_hit
+                for index in range(len(self._groups)):
+                    agreed = self._longest_hit(index, keys, agreed)
+                if agreed == num_hit:
+                    break
+                num_hit = agreed
+        return PrefixHit(num_hit, [self._hit_table(index, keys, num_hit) for index in range(len(self._groups))])
+
+    def admit(self, request_id: str, hit: PrefixHit) -> None:
+        """Begin a request's tables with what was found for it."""
+        assert request_id not in self._held
+        for table in hit.tables:
+            self.pool.share(table)
+        first = [self._first_index(group, hit.num_tokens) for group in self._groups]
+        published = [hit.num_tokens // group.block_size for group in self._groups]
+        self._held[request_id] = _Held([list(table) for table in hit.tables], hit.num_tokens, first, published)
+
+    def grow(self, request_id: str, num_computed_tokens: int, num_tokens: int) -> Sequence[NewBlocks] | None:
+        """Make the request's tables cover `num_tokens` positions; queries come from `num_computed_tokens` on.
+
+        Blocks that no such query sees are given up. Returns what was added, or None and nothing added when too few
+        blocks are free.
         """
-        table = self._tables.get(request_id)
-        missing = self._num_blocks_for(num_tokens) - (len(table) if table else 0)
-        if missing <= 0:
-            return []
-        added = self.pool.allocate(missing)
-        if added is not None:
-            self._tables.setdefault(request_id, []).extend(added)
+        held = self._held[request_id]
+        if num_tokens <= held.capacity:
+            return ()
+        self._give_up(held, num_computed_tokens)
+        missing = [
+            -(-num_tokens // group.block_size) - len(table)
+            for group, table in zip(self._groups, held.tables, strict=True)
+        ]
+        taken = self.pool.allocate(sum(missing))
+        if taken is None:
+            return None
+        added = []
+        for index, (table, count) in enumerate(zip(held.tables, missing, strict=True)):
+            if count:
+                block_ids, taken = taken[:count], taken[count:]
+                added.append(NewBlocks(index, len(table), block_ids))
+                table.extend(block_ids)
+        held.capacity = min(
+            len(table) * group.block_size for group, table in zip(self._groups, held.tables, strict=True)
+        )
         return added
+
+    def publish(self, request_id: str, keys: Sequence[BlockKey], num_tokens: int) -> None:
+        """Make the blocks that `num_tokens` computed tokens fill findable by others, under the request's `keys`."""
+        if not self.enable_prefix_caching:
+            return
+        held = self._held[request_id]
+        for index, (group, table) in enumerate(zip(self._groups, held.tables, strict=True)):
+            num_full = num_tokens // group.block_size
+            for position in range(held.num_published[index], num_full):
+                if table[position] != NULL_BLOCK_ID:
+                    self.pool.publish(table[position], index, self._key(group, keys, position))
+            held.num_published[index] = max(held.num_published[index], num_full)
+
+    def fork(self, source_id: str, target_id: str, num_tokens: int) -> list[BlockCopy] | None:
+        """Begin a request with the first `num_tokens` positions of another: full blocks shared, the last one copied.
+
+        Returns the copies to make before the next step, or None when the source no longer holds what is needed, or too
+        few blocks are free to go on for a token.
+        """
+        source = self._held.get(source_id)
+        if source is None or source.capacity < num_tokens or self.pool.num_free < len(self._groups):
+            return None
+        if any(
+            first > self._first_index(group, num_tokens)
+            for group, first in zip(self._groups, source.first_kept, strict=True)
+        ):
+            return None
+        partial = [num_tokens % group.block_size > 0 for group in self._groups]
+        fresh = self.pool.allocate(sum(partial)) or []
+        copies = []
+        tables = []
+        for index, (group, table, copied) in enumerate(zip(self._groups, source.tables, partial, strict=True)):
+            first, num_full = self._first_index(group, num_tokens), num_tokens // group.block_size
+            forked = [NULL_BLOCK_ID] * first + table[first:num_full]
+            self.pool.share(forked)
+            if copied:
+                block_id = fresh.pop()
+                copies.append(BlockCopy(table[num_full], block_id, target_id, index, num_full))
+                forked.append(block_id)
+            tables.append(forked)
+        self._held[target_id] = self._held_after(tables, num_tokens)
+        return copies
+
+    def reorder(self, request_ids: Sequence[str], sources: Sequence[int], num_tokens: int) -> list[BlockCopy] | None:
+        """Let request i go on from the first `num_tokens` positions of `request_ids[sources[i]]`, for all at once.
+
+        Full blocks are shared. A partial last block stays with the first request that goes on from it and is copied for
+        the others. Requests past the end of `sources` hold nothing afterwards. Returns the copies to make before the
+        next step; or None when too few blocks are free, and then none of them holds anything any more.
+        """
+        old = [self._held.pop(request_id, None) for request_id in request_ids]
+        tables: list[list[list[int]]] = []
+        to_copy: list[tuple[list[int], int, str, int]] = []  # (table, source block, request id, group)
+        kept: set[int] = set()
+        for request_id, source in zip(request_ids, sources, strict=False):
+            held = old[source]
+            assert held is not None, "a beam goes on from one that holds nothing"
+            forked = []
+            for index, (group, table) in enumerate(zip(self._groups, held.tables, strict=True)):
+                first, num_full = self._first_index(group, num_tokens), num_tokens // group.block_size
+                new = [NULL_BLOCK_ID] * first + table[first:num_full]
+                if num_tokens % group.block_size:
+                    if table[num_full] in kept:
+                        to_copy.append((new, table[num_full], request_id, index))
+                    else:
+                        kept.add(table[num_full])
+                        new.append(table[num_full])
+                self.pool.share(new)
+                forked.append(new)
+            tables.append(forked)
+        for held in old:
+            for table in held.tables if held is not None else ():
+                self.pool.free(table)
+        fresh = self.pool.allocate(len(to_copy))
+        if fresh is None:
+            for forked in tables:
+                for table in forked:
+                    self.pool.free(table)
+            return None
+        copies = []
+        for (table, source_id, request_id, group_index), block_id in zip(to_copy, fresh, strict=True):
+            copies.append(BlockCopy(source_id, block_id, request_id, group_index, len(table)))
+            table.append(block_id)
+        for request_id, forked in zip(request_ids, tables, strict=False):
+            self._held[request_id] = self._held_after(forked, num_tokens)
+        return copies
 
     def free(self, request_id: str) -> None:
         """Give back all blocks of a request; nothing happens for an unknown one."""
-        self.pool.free(self._tables.pop(request_id, ()))
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            for table in held.tables:
+                self.pool.free(table)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all published blocks. Refused (False) while any block is held."""
+        return self.pool.reset_cache()
 
     def check_integrity(self) -> None:
         """Assert the pool's invariants against the tables; see `BlockPool.check_integrity`."""
-        self.pool.check_integrity(self._tables.values())
+        self.pool.check_integrity([(g, table) for held in self._held.values() for g, table in enumerate(held.tables)])
 
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def _held_after(self, tables: list[list[int]], num_tokens: int) -> _Held:
+        """Forked tables of `num_tokens` positions, whose full blocks were published by whoever filled them."""
+        capacity = min(len(table) * group.block_size for group, table in zip(self._groups, tables, strict=True))
+        first = [self._first_index(group, num_tokens) for group in self._groups]
+        return _Held(tables, capacity, first, [0] * len(tables))
+
+    def _give_up(self, held: _Held, num_computed_tokens: int) -> None:
+        """Free the blocks that no query from `num_computed_tokens` on sees."""
+        for index, (group, table) in enumerate(zip(self._groups, held.tables, strict=True)):
+            if group.spec.span is None:
+                continue
+            start, end = held.first_kept[index], self._first_index(group, num_computed_tokens)
+            if end > start:
+                self.pool.free(table[start:end])
+                table[start:end] = [NULL_BLOCK_ID] * (end - start)
+                held.first_kept[index] = end
+
+    def _longest_hit(self, index: int, keys: Sequence[BlockKey], num_tokens: int) -> int:
+        """The most tokens, at most `num_tokens`, that a query right after them finds all of its group's blocks for."""
+        group = self._groups[index]
+        if group.spec.span is None:
+            for position in range(num_tokens // group.block_size):
+                if self.pool.find(index, self._key(group, keys, position)) is None:
+                    return position * group.block_size // self._grain * self._grain
+            return num_tokens
+        while num_tokens > 0:
+            for position in range(num_tokens // group.block_size - 1, self._first_index(group, num_tokens) - 1, -1):
+                if self.pool.find(index, self._key(group, keys, position)) is None:
+                    num_tokens = position * group.block_size // self._grain * self._grain
+                    break
+            else:
+                return num_tokens
+        return 0
+
+    def _hit_table(self, index: int, keys: Sequence[BlockKey], num_tokens: int) -> list[int]:
+        group = self._groups[index]
+        first = self._first_index(group, num_tokens)
+        found = [
+            self.pool.find(index, self._key(group, keys, position))
+            for position in range(first, num_tokens // group.block_size)
+        ]
+        return [NULL_BLOCK_ID] * first + [block_id for block_id in found if block_id is not None]
+
+    def _first_index(self, group: KVGroup, num_tokens: int) -> int:
+        """Index of the first block that a query right after `num_tokens` sees."""
+        return group.spec.first_visible(num_tokens) // group.block_size
+
+    def _key(self, group: KVGroup, keys: Sequence[BlockKey], position: int) -> BlockKey:
+        """The key of a group's block: that of its last small block, with the tokens of all."""
+        ratio = group.block_size // self.block_size
+        if ratio == 1:
+            return keys[position]
+        parts = keys[position * ratio : (position + 1) * ratio]
+        return BlockKey(parts[-1].digest, b"".join(part.tokens for part in parts))

@@ -1,4 +1,4 @@
-"""What the host tells the device: one packed int32 array per step, and one per admitted request.
+"""What the host tells the device: a packed int32 array per step, one per admitted request, one for a step's forks.
 
 Packing (numpy) and unpacking (JAX, in the compiled program) stand side by side: a layout is read in one place.
 Every pack fills a fresh buffer: a step in flight may still read the last one.
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpage.ops.kv_spec import KVLayout
 from jaxpage.runner.buckets import Bucket
 from jaxpage.sampling_params import MAX_STOP_TOKEN_IDS
 from jaxpage.scheduler import AdmittedRequest, SchedulerOutput
@@ -24,36 +25,65 @@ class StepPlan(NamedTuple):
 
     rows: jax.Array  # [num_rows] int32, maximal in padding
     query_lens: jax.Array  # [num_rows] int32, 0 in padding
-    new_blocks: jax.Array  # [3, updates] int32: row, index in its table, block id; maximal in padding
+    new_blocks: jax.Array  # [4, updates] int32: row, KV group, index in its table, block id; maximal in padding
 
 
-def _max_updates(bucket: Bucket, block_size: int) -> int:
-    """A step's tokens fill this many new blocks at most: every row may begin one that it does not fill."""
-    return bucket.num_rows + bucket.num_tokens // block_size
+def _max_updates(bucket: Bucket, layout: KVLayout) -> int:
+    """A step fills this many new blocks at most: every row may begin one in each group that it does not fill."""
+    return sum(bucket.num_rows + bucket.num_tokens // group.block_size for group in layout.groups)
 
 
-def pack_step(output: SchedulerOutput, bucket: Bucket, block_size: int) -> np.ndarray:
-    """Pack a step for `bucket`, as [2 * num_rows + 3 * updates] int32."""
-    updates = _max_updates(bucket, block_size)
-    plan = np.full(2 * bucket.num_rows + 3 * updates, _UNUSED, np.int32)
+def pack_step(output: SchedulerOutput, bucket: Bucket, layout: KVLayout) -> np.ndarray:
+    """Pack a step for `bucket`, as [2 * num_rows + 4 * updates] int32."""
+    updates = _max_updates(bucket, layout)
+    plan = np.full(2 * bucket.num_rows + 4 * updates, _UNUSED, np.int32)
     plan[bucket.num_rows : 2 * bucket.num_rows] = 0
     plan[: len(output.rows)] = output.rows
     plan[bucket.num_rows : bucket.num_rows + len(output.rows)] = output.query_lens
     if output.new_blocks:
-        blocks = plan[2 * bucket.num_rows :].reshape(3, updates)
+        blocks = plan[2 * bucket.num_rows :].reshape(4, updates)
         blocks[:, : len(output.new_blocks)] = np.asarray(output.new_blocks, np.int32).T
     return plan
 
 
-def empty_step(bucket: Bucket, block_size: int) -> np.ndarray:
+def empty_step(bucket: Bucket, layout: KVLayout) -> np.ndarray:
     """The plan of a step that does nothing."""
-    return pack_step(SchedulerOutput([], [], [], [], []), bucket, block_size)
+    return pack_step(SchedulerOutput([], [], [], [], [], [], []), bucket, layout)
 
 
 def unpack_step(plan: jax.Array, bucket: Bucket) -> StepPlan:
     """The inverse of `pack_step`, in a compiled program."""
     n = bucket.num_rows
-    return StepPlan(plan[:n], plan[n : 2 * n], plan[2 * n :].reshape(3, -1))
+    return StepPlan(plan[:n], plan[n : 2 * n], plan[2 * n :].reshape(4, -1))
+
+
+class ForkPlan(NamedTuple):
+    """What goes on as a copy of something else, before a step."""
+
+    row_forks: jax.Array  # [3, rows] int32: source row, target row, last token; maximal in padding
+    num_copies: jax.Array  # int32
+    copies: jax.Array  # [5, capacity] int32: source block, target block, row, KV group, index in its table
+
+
+def pack_forks(output: SchedulerOutput, num_rows: int, num_groups: int) -> np.ndarray:
+    """Pack a step's row forks and block copies: each row is forked to at most once, and copies a block per group."""
+    capacity = num_rows * num_groups
+    packed = np.full(3 * num_rows + 1 + 5 * capacity, _UNUSED, np.int32)
+    forks = packed[: 3 * num_rows].reshape(3, num_rows)
+    for index, fork in enumerate(output.row_forks):
+        forks[:, index] = fork.source, fork.target, fork.token_id
+    packed[3 * num_rows] = len(output.block_copies)
+    if output.block_copies:
+        copies = packed[3 * num_rows + 1 :].reshape(5, capacity)
+        copies[:, : len(output.block_copies)] = np.asarray(output.block_copies, np.int32).T
+        copies[2][copies[2] < 0] = _UNUSED
+    return packed
+
+
+def unpack_forks(packed: jax.Array, num_rows: int) -> ForkPlan:
+    """The inverse of `pack_forks`, in a compiled program."""
+    start = 3 * num_rows
+    return ForkPlan(packed[:start].reshape(3, num_rows), packed[start], packed[start + 1 :].reshape(5, -1))
 
 
 @dataclass(frozen=True)
@@ -66,27 +96,29 @@ class AdmittedRow:
     num_computed_tokens: jax.Array
     top_k: jax.Array
     min_tokens: jax.Array
+    num_logprobs: jax.Array
     seed: jax.Array  # [2] uint32
     temperature: jax.Array
     top_p: jax.Array
     min_p: jax.Array
     stop_token_ids: jax.Array  # [MAX_STOP_TOKEN_IDS] int32
     token_ids: jax.Array  # [capacity] int32
+    block_tables: jax.Array  # [groups, capacity / block_size, rounded up] int32
 
 
-_NUM_INTS, _NUM_FLOATS = 6, 3
+_NUM_INTS, _NUM_FLOATS = 7, 3
 _HEADER = _NUM_INTS + 2 + _NUM_FLOATS
 
 
-def admission_size(capacity: int) -> int:
-    """Length of a packed admission with room for `capacity` token ids."""
-    return _HEADER + MAX_STOP_TOKEN_IDS + capacity
+def admission_size(capacity: int, layout: KVLayout) -> int:
+    """Length of a packed admission with room for `capacity` token ids and their blocks."""
+    return _HEADER + MAX_STOP_TOKEN_IDS + capacity + len(layout.groups) * -(-capacity // layout.block_size)
 
 
-def pack_admission(admitted: AdmittedRequest, capacity: int) -> np.ndarray:
-    """Pack a request for its row, with room for `capacity` token ids."""
+def pack_admission(admitted: AdmittedRequest, capacity: int, layout: KVLayout) -> np.ndarray:
+    """Pack a request for its row, with room for `capacity` token ids and their blocks."""
     request, params = admitted.request, admitted.request.params
-    packed = np.zeros(admission_size(capacity), np.int32)
+    packed = np.zeros(admission_size(capacity, layout), np.int32)
     packed[:_NUM_INTS] = (
         admitted.row,
         len(admitted.token_ids),
@@ -94,6 +126,7 @@ def pack_admission(admitted: AdmittedRequest, capacity: int) -> np.ndarray:
         admitted.num_computed_tokens,
         min(max(params.top_k, 0), _UNUSED),
         params.min_tokens,
+        request.num_logprobs,
     )
     seed = request.seed & (2**64 - 1)
     packed[_NUM_INTS : _NUM_INTS + 2] = np.array([seed >> 32, seed & (2**32 - 1)], np.uint32).view(np.int32)
@@ -102,13 +135,17 @@ def pack_admission(admitted: AdmittedRequest, capacity: int) -> np.ndarray:
     stops = sorted(request.stop_token_ids)
     packed[_HEADER : _HEADER + MAX_STOP_TOKEN_IDS] = stops + [_UNUSED] * (MAX_STOP_TOKEN_IDS - len(stops))
     packed[_HEADER + MAX_STOP_TOKEN_IDS :][: len(admitted.token_ids)] = admitted.token_ids
+    tables = packed[_HEADER + MAX_STOP_TOKEN_IDS + capacity :].reshape(len(layout.groups), -1)
+    for group, table in enumerate(admitted.block_tables):
+        tables[group, : len(table)] = table
     return packed
 
 
-def unpack_admission(packed: jax.Array) -> AdmittedRow:
+def unpack_admission(packed: jax.Array, capacity: int, num_groups: int) -> AdmittedRow:
     """The inverse of `pack_admission`, in a compiled program."""
-    row, num_tokens, num_prompt_tokens, num_computed_tokens, top_k, min_tokens = packed[:_NUM_INTS]
+    row, num_tokens, num_prompt_tokens, num_computed_tokens, top_k, min_tokens, num_logprobs = packed[:_NUM_INTS]
     temperature, top_p, min_p = jax.lax.bitcast_convert_type(packed[_NUM_INTS + 2 : _HEADER], jnp.float32)
+    stops, token_ids, tables = jnp.split(packed[_HEADER:], (MAX_STOP_TOKEN_IDS, MAX_STOP_TOKEN_IDS + capacity))
     return AdmittedRow(
         row=row,
         num_tokens=num_tokens,
@@ -116,10 +153,12 @@ def unpack_admission(packed: jax.Array) -> AdmittedRow:
         num_computed_tokens=num_computed_tokens,
         top_k=top_k,
         min_tokens=min_tokens,
+        num_logprobs=num_logprobs,
         seed=jax.lax.bitcast_convert_type(packed[_NUM_INTS : _NUM_INTS + 2], jnp.uint32),
         temperature=temperature,
         top_p=top_p,
         min_p=min_p,
-        stop_token_ids=packed[_HEADER : _HEADER + MAX_STOP_TOKEN_IDS],
-        token_ids=packed[_HEADER + MAX_STOP_TOKEN_IDS :],
+        stop_token_ids=stops,
+        token_ids=token_ids,
+        block_tables=tables.reshape(num_groups, -1),
     )

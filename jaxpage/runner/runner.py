@@ -12,24 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpage.config import EngineConfig
 from jaxpage.errors import ConfigError, ModelLoadError
+from jaxpage.kv_cache.spec import max_request_tokens, num_blocks_for, plan_layout
 from jaxpage.models.checkpoint import Checkpoint
-from jaxpage.models.config import KVSpec, UnsupportedModelError
+from jaxpage.models.config import UnsupportedModelError
 from jaxpage.models.packaged import cache_dir
 from jaxpage.models.params import load_params
 from jaxpage.models.registry import resolve_model
+from jaxpage.ops.attention import KVCache
+from jaxpage.ops.kv_spec import KVLayout
 from jaxpage.runner.buckets import Bucket, choose_bucket, first_buckets, make_buckets
-from jaxpage.runner.plan import admission_size, empty_step, pack_admission, pack_step
+from jaxpage.runner.plan import admission_size, empty_step, pack_admission, pack_forks, pack_step
 from jaxpage.runner.programs import ProgramStore
-from jaxpage.runner.state import BatchState, empty_state
-from jaxpage.runner.step import KVCache, ProgramConfig, compile_admit, compile_step, on_device
-from jaxpage.sampling_params import MAX_STOP_TOKEN_IDS
+from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
+from jaxpage.runner.step import ProgramConfig, StepResult, compile_admit, compile_fork, compile_step, on_device
+from jaxpage.sampling_params import MAX_BEAM_CANDIDATES, MAX_STOP_TOKEN_IDS
 from jaxpage.scheduler import SchedulerOutput
+from jaxpage.wire import TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +45,9 @@ _CPU_KV_BYTES = 2 * 2**30
 class DispatchedStep:
     """A step that runs on the device; its tokens are on their way to the host."""
 
-    tokens: jax.Array  # [bucket rows] int32
-    num_rows: int
+    result: StepResult
+    num_logprobs: list[int]
+    """Per scheduled row, as the requests ask."""
 
 
 class Runner:
@@ -64,30 +68,32 @@ class Runner:
         self._params = load_params(self._model.param_specs(self.model_config), checkpoint, dtype, self._mesh)
         logger.info("weights loaded as %s in %.1f s", dtype, time.perf_counter() - started)
 
-        specs = self._model.kv_specs(self.model_config)
+        self.layout = plan_layout(self._model.kv_specs(self.model_config), config.block_size)
         wanted_len = _resolve_max_model_len(config, self.model_config.max_position_embeddings)
-        self.num_blocks = _resolve_num_blocks(config, specs, dtype, wanted_len, devices[0])
-        self.max_model_len = min(wanted_len, (self.num_blocks - 1) * config.block_size)
+        self.num_blocks = _resolve_num_blocks(config, self.layout, dtype, wanted_len, devices[0])
+        fitting_len = max_request_tokens(self.layout, self.num_blocks - 1, config.max_step_tokens)
+        self.max_model_len = min(wanted_len, fitting_len)
         if self.max_model_len < wanted_len:
             logger.warning(
-                "max_model_len lowered from %d to %d: %d blocks of %d tokens hold no more; raise --num-blocks",
+                "max_model_len lowered from %d to %d: %d blocks (%d tokens each) hold no more; raise --num-blocks",
                 *(wanted_len, self.max_model_len, self.num_blocks - 1, config.block_size),
             )
         replicated = NamedSharding(self._mesh, PartitionSpec())
-        shape = (self.num_blocks, 2, config.block_size)
-        self._kv_cache: KVCache = on_device(
-            lambda: [jnp.zeros((*shape, spec.num_kv_heads, spec.head_dim), dtype) for spec in specs], replicated
-        )
+        self._kv_cache: KVCache = on_device(lambda: empty_kv_cache(self.layout, self.num_blocks, dtype), replicated)
+        num_groups = len(self.layout.groups)
         self._state: BatchState = on_device(
-            lambda: empty_state(config.max_num_seqs, self.max_model_len, config.block_size, MAX_STOP_TOKEN_IDS),
+            lambda: empty_state(
+                config.max_num_seqs, self.max_model_len, num_groups, config.block_size, MAX_STOP_TOKEN_IDS
+            ),
             replicated,
         )
-        self._program_config = ProgramConfig(self.model_config, config.block_size)
+        self._program_config = ProgramConfig(self.model_config, min(MAX_BEAM_CANDIDATES, self.model_config.vocab_size))
         self._buckets = make_buckets(config.max_num_seqs, config.max_num_batched_tokens)
         self._capacities = _admission_capacities(self.max_model_len)
         folder = Path(config.compile_cache_dir) if config.compile_cache_dir else cache_dir() / "programs"
         self._store = ProgramStore(folder, devices[0])
         self._admit: dict[int, jax.stages.Compiled] = {}
+        self._fork: jax.stages.Compiled | None = None
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._background: threading.Thread | None = None
         self._closing = threading.Event()
@@ -98,7 +104,7 @@ class Runner:
         stats = self._store.stats
         return {
             "num_programs": stats.num_programs,
-            "num_programs_wanted": len(self._capacities) + len(self._buckets),
+            "num_programs_wanted": 1 + len(self._capacities) + len(self._buckets),
             "num_programs_loaded": stats.num_loaded,
             "compile_seconds": round(stats.seconds, 3),
         }
@@ -116,7 +122,7 @@ class Runner:
         params, kv_cache, state = jax.tree.map(_shape_of, (self._params, self._kv_cache, self._state))
 
         def compile_bucket(bucket: Bucket) -> None:
-            plan = empty_step(bucket, self._program_config.block_size)
+            plan = empty_step(bucket, self.layout)
             args = (params, kv_cache, state, plan)
             self._steps[bucket] = self._store.get(
                 "step",
@@ -124,14 +130,14 @@ class Runner:
                 args,
                 lambda: compile_step(self._program_config, bucket, *args),
             )
-            progress(len(self._admit) + len(self._steps), total)
+            progress(self._store.stats.num_programs, total)
 
         def compile_admission(capacity: int) -> None:
-            packed = np.zeros(admission_size(capacity), np.int32)
+            packed = np.zeros(admission_size(capacity, self.layout), np.int32)
             self._admit[capacity] = self._store.get(
-                "admit", capacity, (state, packed), lambda: compile_admit(state, packed)
+                "admit", capacity, (state, packed), lambda: compile_admit(capacity, state, packed)
             )
-            progress(len(self._admit), total)
+            progress(self._store.stats.num_programs, total)
 
         def prepare(buckets: Sequence[Bucket], num_threads: int) -> None:
             with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
@@ -145,6 +151,10 @@ class Runner:
 
         for capacity in self._capacities:
             compile_admission(capacity)
+        forks = pack_forks(SchedulerOutput([], [], [], [], [], [], []), self._state.num_rows, len(self.layout.groups))
+        self._fork = self._store.get(
+            "fork", None, (kv_cache, state, forks), lambda: compile_fork(kv_cache, state, forks)
+        )
         # Much of XLA's compiling is serial: two programs at a time take little longer than one.
         num_threads = min(os.cpu_count() or 1, _MAX_COMPILE_THREADS)
         prepare(first, num_threads)
@@ -162,20 +172,41 @@ class Runner:
 
     def dispatch(self, output: SchedulerOutput) -> DispatchedStep:
         """Send a step to the device and return at once."""
+        if output.row_forks or output.block_copies:
+            assert self._fork is not None, "warm_up comes first"
+            forks = pack_forks(output, self._state.num_rows, len(self.layout.groups))
+            self._kv_cache, self._state = self._fork(self._kv_cache, self._state, forks)
         for admitted in output.admitted:
             capacity = next(c for c in self._capacities if c >= len(admitted.token_ids))
-            self._state = self._admit[capacity](self._state, pack_admission(admitted, capacity))
+            self._state = self._admit[capacity](self._state, pack_admission(admitted, capacity, self.layout))
         ready = tuple(self._steps)
         bucket = choose_bucket(ready, output.num_tokens, len(output.rows), max(output.query_lens))
-        plan = pack_step(output, bucket, self._program_config.block_size)
-        self._kv_cache, self._state, tokens = self._steps[bucket](self._params, self._kv_cache, self._state, plan)
-        tokens.copy_to_host_async()
-        return DispatchedStep(tokens, len(output.rows))
+        plan = pack_step(output, bucket, self.layout)
+        self._kv_cache, self._state, result = self._steps[bucket](self._params, self._kv_cache, self._state, plan)
+        num_logprobs = [request.num_logprobs for request in output.requests]
+        for array in jax.tree.leaves(result if max(num_logprobs) >= 0 else result.tokens):
+            array.copy_to_host_async()
+        return DispatchedStep(result, num_logprobs)
 
-    def fetch(self, step: DispatchedStep) -> list[int]:
-        """Wait for a step's tokens: one per scheduled row, -1 where the row's prompt goes on."""
-        tokens: list[int] = np.asarray(step.tokens).tolist()
-        return tokens[: step.num_rows]
+    def fetch(self, step: DispatchedStep) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Wait for a step's results, one per scheduled row: its token, -1 where its prompt goes on, and what it asked
+        for of log-probabilities.
+        """
+        num_rows = len(step.num_logprobs)
+        tokens: list[int] = np.asarray(step.result.tokens)[:num_rows].tolist()
+        if max(step.num_logprobs) < 0:
+            return tokens, [None] * num_rows
+        found = jax.tree.map(np.asarray, step.result.logprobs)
+        return tokens, [
+            TokenLogprobs(
+                float(found.token[row]),
+                int(found.rank[row]),
+                list(zip(found.top_ids[row, :wanted].tolist(), found.top[row, :wanted].tolist(), strict=True)),
+            )
+            if wanted >= 0
+            else None
+            for row, wanted in enumerate(step.num_logprobs)
+        ]
 
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
@@ -199,18 +230,19 @@ def _resolve_max_model_len(config: EngineConfig, longest: int) -> int:
 
 
 def _resolve_num_blocks(
-    config: EngineConfig, specs: Sequence[KVSpec], dtype: np.dtype[Any], max_model_len: int, device: jax.Device
+    config: EngineConfig, layout: KVLayout, dtype: np.dtype[Any], max_model_len: int, device: jax.Device
 ) -> int:
     """Blocks in the pool, the null block included."""
     if config.num_blocks is not None:
         return config.num_blocks
-    block_bytes = sum(2 * config.block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize for spec in specs)
+    page = layout.groups[0]
+    block_bytes = layout.num_buffers * page.block_size * page.spec.token_elements * dtype.itemsize
     stats = device.memory_stats() if device.platform != "cpu" else None
     free = stats["bytes_limit"] - stats["bytes_in_use"] if stats else _available_host_memory()
     budget = config.kv_memory_fraction * free
     if device.platform == "cpu":
         budget = min(budget, _CPU_KV_BYTES)
-    useful = config.max_num_seqs * -(-max_model_len // config.block_size) + 1
+    useful = config.max_num_seqs * num_blocks_for(layout, max_model_len, config.max_step_tokens) + 1
     num_blocks = min(int(budget // block_bytes), useful)
     if num_blocks < 2:
         raise ConfigError(
@@ -218,8 +250,8 @@ def _resolve_num_blocks(
             "raise --kv-memory-fraction or lower --block-size"
         )
     logger.info(
-        "num_blocks=%d (%.2f GiB for %d tokens; %.2f of %.2f GiB free, as much as is of use%s)",
-        *(num_blocks, num_blocks * block_bytes / 2**30, (num_blocks - 1) * config.block_size),
+        "num_blocks=%d (%.2f GiB in %d KV groups; %.2f of %.2f GiB free, as much as is of use%s)",
+        *(num_blocks, num_blocks * block_bytes / 2**30, len(layout.groups)),
         *(config.kv_memory_fraction, free / 2**30, ", at most 2 GiB on a CPU" if device.platform == "cpu" else ""),
     )
     return num_blocks

@@ -1,9 +1,14 @@
-"""What stays on the device from one step to the next: a row for every request that runs."""
+"""What stays on the device from one step to the next: the KV cache, and a row for every request that runs."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jaxpage.ops.attention import KVCache
+from jaxpage.ops.kv_spec import KVLayout
 
 
 @jax.tree_util.register_dataclass
@@ -15,13 +20,14 @@ class BatchState:
     num_tokens: jax.Array  # [rows] int32, known tokens
     num_prompt_tokens: jax.Array  # [rows] int32
     num_computed_tokens: jax.Array  # [rows] int32, tokens whose KV is written: the truth
-    block_tables: jax.Array  # [rows, max_blocks] int32
+    block_tables: jax.Array  # [groups, rows, max_blocks] int32, one table per KV cache group
     temperature: jax.Array  # [rows] float32
     top_k: jax.Array  # [rows] int32
     top_p: jax.Array  # [rows] float32
     min_p: jax.Array  # [rows] float32
     seed: jax.Array  # [rows, 2] uint32
     min_tokens: jax.Array  # [rows] int32, output tokens before a stop token may come
+    num_logprobs: jax.Array  # [rows] int32, alternatives to report, -1 without log-probabilities
     stop_token_ids: jax.Array  # [rows, MAX_STOP_TOKEN_IDS] int32, maximal where unused
 
     @property
@@ -29,7 +35,9 @@ class BatchState:
         return self.token_ids.shape[0]
 
 
-def empty_state(num_rows: int, max_model_len: int, block_size: int, max_stop_token_ids: int) -> BatchState:
+def empty_state(
+    num_rows: int, max_model_len: int, num_groups: int, block_size: int, max_stop_token_ids: int
+) -> BatchState:
     """A batch without requests."""
 
     def ints() -> jax.Array:  # every field has an array of its own: all are donated
@@ -43,12 +51,23 @@ def empty_state(num_rows: int, max_model_len: int, block_size: int, max_stop_tok
         num_tokens=ints(),
         num_prompt_tokens=ints(),
         num_computed_tokens=ints(),
-        block_tables=jnp.zeros((num_rows, -(-max_model_len // block_size)), jnp.int32),
+        block_tables=jnp.zeros((num_groups, num_rows, -(-max_model_len // block_size)), jnp.int32),
         temperature=floats(),
         top_k=ints(),
         top_p=floats(),
         min_p=floats(),
         seed=jnp.zeros((num_rows, 2), jnp.uint32),
         min_tokens=ints(),
+        num_logprobs=ints(),
         stop_token_ids=jnp.full((num_rows, max_stop_token_ids), jnp.iinfo(jnp.int32).max, jnp.int32),
     )
+
+
+def empty_kv_cache(layout: KVLayout, num_blocks: int, dtype: np.dtype[Any]) -> KVCache:
+    """A cache that holds nothing, of `num_blocks` pages in each array."""
+    owner = {buffer: layout.groups[group] for group, buffer in reversed(layout.layers)}
+    shapes = [
+        (num_blocks, 2, owner[i].block_size, owner[i].spec.num_kv_heads, owner[i].spec.head_dim)
+        for i in range(layout.num_buffers)
+    ]
+    return KVCache([jnp.zeros(shape, dtype) for shape in shapes], layout)

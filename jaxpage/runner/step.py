@@ -1,9 +1,10 @@
 """The compiled programs, all of them: `jit` appears in this file only.
 
+    fork     rows and KV blocks that go on as copies of others
     admit    one request in full -> its row of the batch
     step     a plan -> forward, sample, append, for every row it names
 
-Both take the device state donated and give it back updated; nothing else crosses between host and device but the plan
+All take the device state donated and give it back updated; nothing else crosses between host and device but the plans
 (in) and the sampled tokens (out).
 """
 
@@ -19,14 +20,11 @@ import jax.numpy as jnp
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.params import Params
 from jaxpage.models.registry import model_for
-from jaxpage.ops.attention import AttentionMetadata
-from jaxpage.ops.sampling import SamplingState, sample
+from jaxpage.ops.attention import AttentionMetadata, KVCache
+from jaxpage.ops.sampling import SamplingState, TokenLogprobs, sample, token_logprobs
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.plan import unpack_admission, unpack_step
+from jaxpage.runner.plan import unpack_admission, unpack_forks, unpack_step
 from jaxpage.runner.state import BatchState
-
-KVCache = list[jax.Array]
-"""Per layer [num_blocks, 2, block_size, num_kv_heads, head_dim]."""
 
 trace_counts: Counter[str] = Counter()
 """How often each function was traced in this process; serving adds none after warm-up."""
@@ -37,7 +35,17 @@ class ProgramConfig:
     """What a step program depends on besides its bucket."""
 
     model: ModelConfig
-    block_size: int
+    num_logprobs: int
+    """Most alternatives that a row may ask for."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives the host, in the plan's order."""
+
+    tokens: jax.Array  # [rows] int32, -1 where a row did not reach its last known token
+    logprobs: TokenLogprobs  # zeros unless a row of the step asks for them
 
 
 def compile_step(
@@ -45,27 +53,36 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Compile the step of one bucket for arguments of these shapes (arrays or `ShapeDtypeStruct`s).
 
-    The program is `(params, kv_cache, state, plan) -> (kv_cache, state, tokens)`; kv_cache and state are donated.
-    `tokens`: [bucket.num_rows] int32, in the plan's order, -1 where a row did not reach its last known token.
+    The program is `(params, kv_cache, state, plan) -> (kv_cache, state, StepResult)`; kv_cache and state are donated.
     """
 
     def step(
         params: Params, kv_cache: KVCache, state: BatchState, plan: jax.Array
-    ) -> tuple[KVCache, BatchState, jax.Array]:
+    ) -> tuple[KVCache, BatchState, StepResult]:
         trace_counts["step"] += 1
         return _step(params, kv_cache, state, plan, config, bucket)
 
     return jax.jit(step, donate_argnums=(1, 2)).lower(params, kv_cache, state, plan).compile()
 
 
-def compile_admit(state: Any, packed: Any) -> jax.stages.Compiled:
+def compile_admit(capacity: int, state: Any, packed: Any) -> jax.stages.Compiled:
     """Compile `(state, packed request) -> state` for a request of this many token ids; state is donated."""
 
     def admit(state: BatchState, packed: jax.Array) -> BatchState:
         trace_counts["admit"] += 1
-        return _admit(state, packed)
+        return _admit(state, packed, capacity)
 
     return jax.jit(admit, donate_argnums=(0,)).lower(state, packed).compile()
+
+
+def compile_fork(kv_cache: Any, state: Any, packed: Any) -> jax.stages.Compiled:
+    """Compile `(kv_cache, state, packed forks) -> (kv_cache, state)`; kv_cache and state are donated."""
+
+    def fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCache, BatchState]:
+        trace_counts["fork"] += 1
+        return _fork(kv_cache, state, packed)
+
+    return jax.jit(fork, donate_argnums=(0, 1)).lower(kv_cache, state, packed).compile()
 
 
 def on_device(make: Callable[[], Any], sharding: jax.sharding.Sharding) -> Any:
@@ -73,21 +90,53 @@ def on_device(make: Callable[[], Any], sharding: jax.sharding.Sharding) -> Any:
     return jax.jit(make, out_shardings=sharding)()
 
 
-def _admit(state: BatchState, packed: jax.Array) -> BatchState:
-    new = unpack_admission(packed)
-    capacity = new.token_ids.shape[0]
-    fields = {field.name for field in dataclasses.fields(new)} - {"row", "token_ids"}
+def _admit(state: BatchState, packed: jax.Array, capacity: int) -> BatchState:
+    new = unpack_admission(packed, capacity, state.block_tables.shape[0])
+    # Their rows are shorter than the state's; what stands behind them there belongs to nobody.
+    fields = {field.name for field in dataclasses.fields(new)} - {"row", "token_ids", "block_tables"}
     updated = {name: getattr(state, name).at[new.row].set(getattr(new, name)) for name in fields}
-    token_ids = state.token_ids.at[new.row, jnp.arange(capacity)].set(new.token_ids, mode="drop")
-    return dataclasses.replace(state, token_ids=token_ids, **updated)
+    return dataclasses.replace(
+        state,
+        token_ids=state.token_ids.at[new.row, jnp.arange(capacity)].set(new.token_ids, mode="drop"),
+        block_tables=state.block_tables.at[:, new.row, : new.block_tables.shape[1]].set(new.block_tables),
+        **updated,
+    )
+
+
+def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCache, BatchState]:
+    plan = unpack_forks(packed, state.num_rows)
+    source, target, token_id = plan.row_forks
+    rows = jnp.minimum(source, state.num_rows - 1)
+
+    def copy_rows(array: jax.Array) -> jax.Array:
+        return array.at[target].set(array[rows], mode="drop")
+
+    copied = {
+        field.name: copy_rows(getattr(state, field.name))
+        for field in dataclasses.fields(state)
+        if field.name != "block_tables"
+    }
+    _, new_ids, table_rows, groups, indices = plan.copies
+    tables = jax.vmap(copy_rows)(state.block_tables)
+    copied["block_tables"] = tables.at[groups, table_rows, indices].set(new_ids, mode="drop")
+    last = copied["num_tokens"].at[target].get(mode="clip") - 1
+    copied["token_ids"] = copied["token_ids"].at[target, last].set(token_id, mode="drop")
+
+    def copy_block(index: jax.Array, buffers: list[jax.Array]) -> list[jax.Array]:
+        source_id, target_id = plan.copies[0, index], plan.copies[1, index]
+        return [buffer.at[target_id].set(buffer[source_id]) for buffer in buffers]
+
+    buffers = jax.lax.fori_loop(0, plan.num_copies, copy_block, kv_cache.buffers)
+    return dataclasses.replace(kv_cache, buffers=buffers), dataclasses.replace(state, **copied)
 
 
 def _step(
     params: Params, kv_cache: KVCache, state: BatchState, packed: jax.Array, config: ProgramConfig, bucket: Bucket
-) -> tuple[KVCache, BatchState, jax.Array]:
-    model, block_size = model_for(config.model.architecture), config.block_size
+) -> tuple[KVCache, BatchState, StepResult]:
+    model = model_for(config.model.architecture)
     plan = unpack_step(packed, bucket)
-    block_tables = state.block_tables.at[plan.new_blocks[0], plan.new_blocks[1]].set(plan.new_blocks[2], mode="drop")
+    row, group, position_in_table, block_id = plan.new_blocks
+    block_tables = state.block_tables.at[group, row, position_in_table].set(block_id, mode="drop")
 
     # Which row each token belongs to, and where in the row it stands.
     query_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(plan.query_lens)])
@@ -105,12 +154,14 @@ def _step(
         positions = num_computed
     positions = jnp.where(live, positions, 0)
     token_rows = rows[index]
-    num_blocks = kv_cache[0].shape[0]
-    slots = block_tables[token_rows, positions // block_size] * block_size + positions % block_size
+    slots = []
+    for table, size in zip(block_tables, (group.block_size for group in kv_cache.layout.groups), strict=True):
+        slot = table[token_rows, positions // size] * size + positions % size
+        slots.append(jnp.where(live, slot, kv_cache.num_blocks * size))
     kv_lens = jnp.where(plan.query_lens > 0, num_computed + plan.query_lens, 0)
     metadata = AttentionMetadata(
-        slots=jnp.where(live, slots, num_blocks * block_size),
-        block_tables=block_tables[rows],
+        slots=slots,
+        block_tables=block_tables[:, rows],
         query_start=query_start,
         query_lens=plan.query_lens,
         kv_lens=kv_lens,
@@ -139,6 +190,10 @@ def _step(
             ),
         )
 
+    with jax.named_scope("logprobs"):
+        wanted = jnp.where(plan.query_lens > 0, state.num_logprobs[rows], -1)
+        logprobs = token_logprobs(logits, drawn, wanted, config.num_logprobs)
+
     # A row draws only when its last known token is computed; prompts that go on in a later step do not.
     draws = (plan.query_lens > 0) & (kv_lens == num_tokens)
     updated = dataclasses.replace(
@@ -148,4 +203,4 @@ def _step(
         num_tokens=state.num_tokens.at[plan.rows].add(draws.astype(jnp.int32), mode="drop"),
         num_computed_tokens=state.num_computed_tokens.at[plan.rows].add(plan.query_lens, mode="drop"),
     )
-    return kv_cache, updated, jnp.where(draws, drawn, -1)
+    return kv_cache, updated, StepResult(jnp.where(draws, drawn, -1), logprobs)

@@ -17,7 +17,7 @@ from jaxpage.models.registry import resolve_model
 from jaxpage.ops.attention import AttentionMetadata
 
 BLOCK_SIZE = 16
-NUM_BLOCKS = 23
+NUM_BLOCKS = 41  # for five sequences of MAX_LEN
 MAX_LEN = 128
 """Longest prompt; every prompt has a block table of this width, so that all share their compiled shapes."""
 

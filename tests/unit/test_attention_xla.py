@@ -1,8 +1,9 @@
 """Paged attention in XLA against dense attention in float64, over ragged batches with scattered block tables."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,24 +47,35 @@ SHORT_TABLE = Shape(8, 8, 8, head_dim=16, block_size=16, num_heads=2, num_kv_hea
 BORDERS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 208)
 
 
-@cache
-def compiled(shape: Shape, windowed: bool) -> Callable[..., jax.Array]:
-    """Attention for one shape. The window comes in as an array, so that one program serves all windows."""
+@dataclass(frozen=True)
+class Options:
+    """What a layer's attention is, beyond causal."""
 
-    def attend(q: jax.Array, kv: jax.Array, window: jax.Array, **metadata: jax.Array) -> jax.Array:
-        return paged_attention_xla(
-            q,
-            kv,
-            **metadata,
-            max_query_len=shape.max_query_len,
-            scale=SCALE,
-            window=window if windowed else None,  # type: ignore[arg-type]
-        )
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+
+    def first_visible(self, position: int) -> int:
+        """The first KV position that a query sees."""
+        first = 0 if self.window is None else max(0, position - self.window + 1)
+        return first if self.chunk is None else max(first, position - position % self.chunk)
+
+
+NO_OPTIONS = Options()
+
+
+@cache
+def compiled(shape: Shape, given: tuple[str, ...]) -> Callable[..., jax.Array]:
+    """Attention for one shape with the options named. Their values come in as arrays: one program serves all."""
+
+    def attend(q: jax.Array, kv: jax.Array, values: dict[str, jax.Array], **metadata: jax.Array) -> jax.Array:
+        options: dict[str, Any] = {name: values[name] for name in given}
+        return paged_attention_xla(q, kv, **metadata, max_query_len=shape.max_query_len, scale=SCALE, **options)
 
     return jax.jit(attend)
 
 
-def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np.ndarray:
+def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, options: Options) -> np.ndarray:
     """Causal attention of one row, whose queries are its last positions.
 
     q: [queries, heads, head_dim]; k, v: [kv_len, kv_heads, head_dim]; all float64.
@@ -72,16 +84,18 @@ def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     out = np.empty_like(q)
     for i in range(len(q)):
-        stop = len(k) - len(q) + i + 1
-        start = 0 if window is None else max(0, stop - window)
-        scores = np.einsum("hd,shd->hs", q[i], k[start:stop]) * SCALE
+        position = len(k) - len(q) + i
+        visible = slice(options.first_visible(position), position + 1)
+        scores = np.einsum("hd,shd->hs", q[i], k[visible]) * SCALE
+        if options.softcap is not None:
+            scores = options.softcap * np.tanh(scores / options.softcap)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
-        out[i] = np.einsum("hs,shd->hd", weights / weights.sum(-1, keepdims=True), v[start:stop])
+        out[i] = np.einsum("hs,shd->hd", weights / weights.sum(-1, keepdims=True), v[visible])
     return out
 
 
-def check(shape: Shape, rows: Rows, window: int | None = None, seed: int = 0) -> None:
-    """Run a batch and compare it; slots that hold no row's KV are NaN, padding tokens hold large numbers."""
+def check(shape: Shape, rows: Rows, options: Options = NO_OPTIONS, seed: int = 0) -> None:
+    """Run a batch and compare it; slots that no query sees are NaN, padding tokens hold large numbers."""
     rng = np.random.default_rng(seed)
     rows = rows + [(0, 0)] * (shape.num_rows - len(rows))
     kv_lens, query_lens = (np.array(column, np.int32) for column in zip(*rows, strict=True))
@@ -94,9 +108,10 @@ def check(shape: Shape, rows: Rows, window: int | None = None, seed: int = 0) ->
     cache_shape = (num_blocks, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
     kv = np.full(cache_shape, np.nan, np.float32)
     tables = rng.permutation(np.arange(1, num_blocks)).reshape(shape.num_rows, shape.width).astype(np.int32)
-    # Entries past a row's KV are left-overs: the null block, or blocks of others.
-    used = -(-kv_lens // shape.block_size)
-    unused = np.arange(shape.width) >= used[:, None]
+    # Entries past a row's KV, or behind what its queries see, are left-overs: the null block, or blocks of others.
+    first_seen = np.array([options.first_visible(kv_len - max(query_len, 1)) for kv_len, query_len in rows])[:, None]
+    block_start = np.arange(shape.width) * shape.block_size
+    unused = (block_start >= kv_lens[:, None]) | (block_start + shape.block_size <= first_seen)
     tables = np.where(unused, np.where(rng.random(tables.shape) < 0.5, 0, tables[::-1]), tables)
 
     dtype = jnp.dtype(shape.dtype)
@@ -105,18 +120,20 @@ def check(shape: Shape, rows: Rows, window: int | None = None, seed: int = 0) ->
     is_padding = np.ones(shape.num_tokens, bool)
     for row, (kv_len, query_len) in enumerate(rows):
         new = rng.normal(size=(2, kv_len, shape.num_kv_heads, shape.head_dim)).astype(dtype)
-        slots = np.arange(kv_len)
-        kv[tables[row][slots // shape.block_size], :, slots % shape.block_size] = new.swapaxes(0, 1)
+        stored = np.arange(first_seen[row, 0], kv_len)
+        block_ids = tables[row][stored // shape.block_size]
+        kv[block_ids, :, stored % shape.block_size] = new[:, stored].swapaxes(0, 1)
         tokens = slice(query_start[row], query_start[row] + query_len)
         k, v = new.astype(np.float64)
-        expected[tokens] = dense(q[tokens].astype(np.float64), k, v, window)
+        expected[tokens] = dense(q[tokens].astype(np.float64), k, v, options)
         is_padding[tokens] = False
     q[is_padding] = 1000
 
-    got = compiled(shape, window is not None)(
+    values = {name: value for name, value in asdict(options).items() if value is not None}
+    got = compiled(shape, tuple(values))(
         q,
         kv.astype(dtype),
-        np.int32(window or 0),
+        {name: np.asarray(value, np.float32 if name == "softcap" else np.int32) for name, value in values.items()},
         block_tables=tables,
         query_start=query_start,
         query_lens=query_lens,
@@ -127,7 +144,7 @@ def check(shape: Shape, rows: Rows, window: int | None = None, seed: int = 0) ->
     result = np.asarray(got, np.float64)
     np.testing.assert_array_equal(result[is_padding], 0)
     tolerance = 6e-2 if dtype == jnp.bfloat16 else 2e-5
-    np.testing.assert_allclose(result, expected, atol=tolerance, err_msg=f"{rows=} {window=}")
+    np.testing.assert_allclose(result, expected, atol=tolerance, err_msg=f"{rows=} {options=}")
 
 
 def lengths(shape: Shape) -> st.SearchStrategy[int]:
@@ -174,7 +191,7 @@ def test_decode_equals_dense_attention(shape: Shape) -> None:
     @example(rows=[(shape.max_kv_len, 1)] * 8, window=1000, seed=0)
     @example(rows=[(33, 0)], window=16, seed=0)  # nothing to do at all
     def run(rows: Rows, window: int | None, seed: int) -> None:
-        check(shape, rows, window, seed)
+        check(shape, rows, Options(window), seed)
 
     run()
 
@@ -190,7 +207,7 @@ def test_mixed_steps_equal_dense_attention(shape: Shape) -> None:
     @example(rows=[(40, 0), (129, 65), (200, 0)], window=1000, seed=0)
     @example(rows=[(40, 0)], window=16, seed=0)
     def run(rows: Rows, window: int | None, seed: int) -> None:
-        check(shape, rows, window, seed)
+        check(shape, rows, Options(window), seed)
 
     run()
 
@@ -205,7 +222,37 @@ def test_without_a_window_all_positions_are_seen() -> None:
 def test_window_of_a_length_hides_exactly_the_position_before_it() -> None:
     # Every window around every border, at a query whose oldest visible position moves across blocks and tiles.
     for window in range(1, 70):
-        check(DECODE, [(n, 1) for n in (window - 1 or 1, window, window + 1, 64, 65, 128, 129, 208)], window)
+        check(DECODE, [(n, 1) for n in (window - 1 or 1, window, window + 1, 64, 65, 128, 129, 208)], Options(window))
+
+
+@pytest.mark.parametrize("shape", [DECODE, WIDE_MIXED], ids=["decode", "mixed"])
+def test_chunked_attention_equals_dense_attention_within_the_chunk(shape: Shape) -> None:
+    @SETTINGS
+    @given(
+        rows=decode_rows(shape) if shape is DECODE else mixed_rows(shape),
+        chunk=st.sampled_from((*BORDERS, 1000)) | st.integers(1, 210),
+        seed=SEEDS,
+    )
+    @example(rows=[(n, 1) for n in BORDERS[-8:]], chunk=64, seed=0)
+    @example(rows=[(129, 1), (65, 1)], chunk=128, seed=0)
+    @example(rows=[(shape.max_kv_len, min(shape.max_query_len, 80))], chunk=150, seed=0)
+    @example(rows=[(shape.max_kv_len, 1), (33, 0)], chunk=16, seed=0)
+    def run(rows: Rows, chunk: int, seed: int) -> None:
+        check(shape, rows, Options(chunk=chunk), seed)
+
+    run()
+
+
+def test_chunk_and_window_together_see_what_both_see() -> None:
+    for chunk, window in ((64, 33), (33, 64), (128, 128), (7, 1)):
+        check(WIDE_MIXED, FULL_OF_QUERY_BLOCKS, Options(window, chunk))
+
+
+@pytest.mark.parametrize("window", [None, 33])
+def test_scores_saturate_at_the_softcap(window: int | None) -> None:
+    for softcap in (0.5, 3, 50):  # the first saturates nearly all scores, the last hardly any
+        check(WIDE_MIXED, FULL_OF_QUERY_BLOCKS, Options(window, softcap=softcap))
+        check(WIDE_DECODE, [(n, 1) for n in BORDERS[-8:]], Options(window, softcap=softcap))
 
 
 def test_block_table_shorter_than_a_tile_is_read_in_full() -> None:
@@ -224,10 +271,10 @@ def test_large_scores_do_not_overflow() -> None:
     q = np.full((8, 2, 16), 300, np.float32)
     kv = np.full((3, 2, 16, 2, 16), 300, np.float32)
     kv[:, 1] = 7
-    got = compiled(shape, False)(
+    got = compiled(shape, ())(
         q,
         kv,
-        np.int32(0),
+        {},
         block_tables=np.array([[1, 2]] + [[0, 0]] * 7, np.int32),
         query_start=np.array([0] + [8] * 8, np.int32),
         query_lens=np.array([8] + [0] * 7, np.int32),

