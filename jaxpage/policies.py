@@ -53,7 +53,7 @@ def load_policy(name: str) -> Policy:
         )
     try:
         policy = getattr(importlib.import_module(module_name), class_name)()
-    except (ImportError, AttributeError, TypeError) as error:
+    except Exception as error:  # a user's module may fail in any way
         raise ConfigError(f"--scheduling-policy {name!r} cannot be loaded: {error}") from error
     for method in ("key", "victim"):
         if not callable(getattr(policy, method, None)):

@@ -44,9 +44,7 @@ class SchedulerOutput:
     """
 
     row_forks: list[RowFork]
-    block_copies: list[tuple[int, int, int, int, int]]
-    """(source block, target block, row, KV group, index in its block table): who goes on with the copy. The row is -1
-    where an admission brings the table."""
+    block_copies: list[BlockCopy]
     admitted: list[AdmittedRequest]
     requests: list[Request]
     """Scheduled requests, in the order of the step's tokens."""
@@ -90,24 +88,28 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._chunk = long_prefill_token_threshold or max_num_batched_tokens
         self._max_num_partial_prefills = max_num_partial_prefills if long_prefill_token_threshold else 0
+        self._max_num_seqs = max_num_seqs
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._requests: dict[str, Request] = {}
         self._row_forks: list[RowFork] = []
-        self._block_copies: list[tuple[int, int, int, int, int]] = []
+        self._block_copies: list[BlockCopy] = []
 
     @property
     def has_requests(self) -> bool:
         return bool(self._requests)
 
     def add(self, request: Request) -> None:
-        """Queue a request. It must fit: prompt and output within the pool (the engine checks on arrival).
+        """Queue a request. It must fit alone: prompt and output, of all beams, within the pool (checked on arrival).
 
         Its `forks` are queued when its prompt is computed.
         """
+        num_rows = len(_all_members(request))
+        num_blocks = num_rows * self.kv_cache.num_blocks_for(request.num_prompt_tokens + request.max_tokens - 1)
+        assert num_rows <= self._max_num_seqs, f"{request.request_id} needs more rows than there are"
+        assert num_blocks <= self.kv_cache.pool.num_usable, f"{request.request_id} needs more blocks than there are"
         for sequence in (request, *request.forks):
             assert sequence.request_id not in self._requests, f"request id {sequence.request_id} is in use"
             self._requests[sequence.request_id] = sequence
-        assert request.num_prompt_tokens + request.max_tokens <= self.kv_cache.max_request_tokens + 1
         self._wait(request)
 
     def abort(self, request_id: str) -> Request | None:
@@ -190,81 +192,79 @@ class Scheduler:
             if added is None:
                 preempted = True
                 victim = self._policy.victim(running)
+                index -= sum(running.index(member) < index for member in _members(victim))
                 self._preempt(victim, step)
-                if request in _members(victim):
-                    break
-                index = running.index(request)
                 continue
             step.take(request, num_new, added)
             index += 1
         return preempted
 
     def _schedule_waiting(self, step: "_Step") -> None:
+        num_long = sum(map(self._is_long, self.running))
         index = 0
         while index < len(self.waiting) and step.budget > 0:
             request = self.waiting[index]
-            if self._is_one_long_prefill_too_many(request):
-                index += 1
+            if self._is_long(request) and num_long >= self._max_num_partial_prefills:
+                index += 1  # others go before it
                 continue
-            members = _members(request)
-            num_rows = 1 if request.beams is None else len(request.beams.beams)
-            if num_rows > len(self._free_rows) or not self._has_room_for(members):
+            members, everyone = _members(request), _all_members(request)
+            if len(everyone) > len(self._free_rows) or not self._has_room_for(members):
                 break
-            beginnings = [self._begin(member) for member in members]
-            if not all(beginnings):
-                for member, begun in zip(members, beginnings, strict=True):
-                    if begun:
-                        self.kv_cache.free(member.request_id)
-                        member.num_computed_tokens = 0
+            if not self._begin(request, step):
                 break
             del self.waiting[index]
-            for member in [request] if request.beams is None else request.beams.beams:
+            for member in everyone:
                 member.row = self._free_rows.pop()
-            for member in members:
+            self._start(request, step)
+            for member in members[1:]:
+                begun = self._begin(member, step)
+                assert begun, "all beams were promised room"
                 self._start(member, step)
+            num_long += sum(map(self._is_long, members))
 
-    def _is_one_long_prefill_too_many(self, request: Request) -> bool:
-        """Long prompts beyond `max_num_partial_prefills` wait, and others go before them."""
-        if not self._max_num_partial_prefills or request.num_tokens - request.num_computed_tokens <= self._chunk:
-            return False
-        num_long = sum(other.num_tokens - other.num_computed_tokens > self._chunk for other in self.running)
-        return num_long >= self._max_num_partial_prefills
+    def _is_long(self, request: Request) -> bool:
+        """Whether it counts for `max_num_partial_prefills`: it takes more than one further step to compute."""
+        return self._max_num_partial_prefills > 0 and request.num_tokens - request.num_computed_tokens > self._chunk
 
     def _has_room_for(self, members: Sequence[Request]) -> bool:
         """Whether several would fit without finding anything; a single one is judged with what is found for it."""
         needed = sum(self.kv_cache.num_blocks_for(member.num_tokens) for member in members)
         return len(members) == 1 or needed <= self.kv_cache.pool.num_free
 
-    def _begin(self, request: Request) -> bool:
+    def _begin(self, request: Request, step: "_Step") -> bool:
         """Give a request its first blocks: forked, found or none. Returns False and changes nothing without room.
 
         All of it must fit now, though only a part may be computed: else it would be preempted half-way.
         """
-        copies = self._fork(request)
+        copies = self._fork(request, step)
         if copies is not None:
-            self._block_copies += [(copy.source, copy.target, -1, copy.group, copy.index) for copy in copies]
+            self._block_copies += copies
             request.num_computed_tokens = request.num_prompt_tokens - 1
         else:
-            keys = request.block_keys(self.kv_cache.block_size) if request.reads_prefix_cache else []
+            reads_cache = request.reads_prefix_cache and self.kv_cache.enable_prefix_caching
+            keys = request.block_keys(self.kv_cache.block_size) if reads_cache else []
             hit = self.kv_cache.match(keys, request.num_tokens)
             if not self.kv_cache.can_fit(request.num_tokens, hit):
                 return False
             self.kv_cache.admit(request.request_id, hit)
             request.num_computed_tokens = hit.num_tokens
-            if request.num_cached_tokens is None and request.reads_prefix_cache:
+            if request.num_cached_tokens is None and reads_cache:
                 self.kv_cache.num_queried_tokens += request.num_tokens
                 self.kv_cache.num_hit_tokens += hit.num_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
         return True
 
-    def _fork(self, request: Request) -> list[BlockCopy] | None:
+    def _fork(self, request: Request, step: "_Step") -> list[BlockCopy] | None:
         """Fork a request that has generated nothing from the one with the same prompt, if that still runs."""
         prefix = request.prefix
         if prefix is None or prefix.status is not RequestStatus.RUNNING or request.num_output_tokens:
             return None
-        # The last token is computed again: its logits are needed.
-        return self.kv_cache.fork(prefix.request_id, request.request_id, request.num_prompt_tokens - 1)
+        # The last token is computed again: its logits are needed. Blocks are copied before the step computes anything.
+        num_tokens = request.num_prompt_tokens - 1
+        if prefix.num_computed_tokens - step.num_scheduled(prefix) < num_tokens:
+            return None
+        return self.kv_cache.fork(prefix.request_id, request.request_id, num_tokens)
 
     def _start(self, request: Request, step: "_Step") -> None:
         """Let an admitted request run, with what is left of the budget."""
@@ -318,10 +318,7 @@ class Scheduler:
         if copies is None:
             self._preempt(group.beams[0], None)
             return []
-        rows = {beam.request_id: beam.row for beam in group.live}
-        self._block_copies += [
-            (copy.source, copy.target, rows[copy.request_id], copy.group, copy.index) for copy in copies
-        ]
+        self._block_copies += copies
         self._row_forks += [
             RowFork(before[continuation.source].row, beam.row, continuation.token_id)
             for beam, continuation in zip(group.live, continuations, strict=True)
@@ -349,22 +346,30 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         self._release_forks(request)
         self._release(request)
-        for member in [request] if request.beams is None else request.beams.beams:
+        for member in _all_members(request):
             member.status = RequestStatus.FINISHED
         del self._requests[request.request_id]
 
     def _release(self, request: Request) -> None:
-        """Give back the blocks and rows of a request, and of all beams if it is one."""
-        for member in [request] if request.beams is None else request.beams.beams:
+        """Give back the blocks and rows of a request, and of all beams if it is one; copies into them are called off."""
+        rows = [member.row for member in _all_members(request) if member.row >= 0]
+        self._free_rows += rows
+        for member in _all_members(request):
             self.kv_cache.free(member.request_id)
-            if member.row >= 0:
-                self._free_rows.append(member.row)
-                member.row = -1
+            member.row = -1
+        ref_counts = self.kv_cache.pool.ref_counts
+        self._row_forks = [fork for fork in self._row_forks if fork.target not in rows]
+        self._block_copies = [(source, target) for source, target in self._block_copies if ref_counts[target] > 0]
 
 
 def _members(request: Request) -> Sequence[Request]:
-    """The requests that run, are preempted and resume together: all beams of a search, or the request itself."""
+    """The requests that run, are preempted and resume together: the live beams of a search, or the request itself."""
     return [request] if request.beams is None else request.beams.live
+
+
+def _all_members(request: Request) -> Sequence[Request]:
+    """The requests that have a row as long as this one has: all beams of a search, or the request itself."""
+    return [request] if request.beams is None else request.beams.beams
 
 
 class _Step:
@@ -388,6 +393,10 @@ class _Step:
             for index, block_id in enumerate(new.block_ids, new.first_index):
                 self.new_blocks.append((request.row, new.group, index, block_id))
         request.num_computed_tokens += num_tokens
+
+    def num_scheduled(self, request: Request) -> int:
+        """Tokens of a request in this step. O(requests)."""
+        return self.query_lens[self.requests.index(request)] if request in self.requests else 0
 
     def drop(self, request: Request) -> None:
         """Take back what was scheduled of a request, if anything."""

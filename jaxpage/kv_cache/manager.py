@@ -6,22 +6,15 @@ A request has one table per KV group. What the groups differ in is only which po
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from jaxpage.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool
 from jaxpage.kv_cache.hashing import BlockKey
-from jaxpage.kv_cache.spec import max_request_tokens, num_blocks_for
+from jaxpage.kv_cache.spec import num_blocks_for
 from jaxpage.ops.kv_spec import KVGroup, KVLayout
 
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """A block that goes on as a copy of another, and the entry of a block table that names the copy."""
-
-    source: int
-    target: int
-    request_id: str
-    group: int
-    index: int
+BlockCopy = tuple[int, int]
+"""(source, target): block ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +46,8 @@ class _Held:
     """Per group: index of the first block that was not yet given up."""
     num_published: list[int]
     """Per group: blocks from the table's head that were published or need not be."""
+    untold: list[NewBlocks]
+    """Blocks that took the place of others, for `grow` to tell."""
 
 
 class KVCacheManager:
@@ -74,11 +69,6 @@ class KVCacheManager:
         self._grain = max(group.block_size for group in layout.groups)
         self._max_step_tokens = max_step_tokens
         self._held: dict[str, _Held] = {}
-
-    @property
-    def max_request_tokens(self) -> int:
-        """Token positions that a single request can ever have."""
-        return max_request_tokens(self.layout, self.pool.num_usable, self._max_step_tokens)
 
     def tables(self, request_id: str) -> list[list[int]]:
         """Block ids of a request per group, in order of position; empty for one that holds nothing."""
@@ -119,16 +109,16 @@ class KVCacheManager:
             self.pool.share(table)
         first = [self._first_index(group, hit.num_tokens) for group in self._groups]
         published = [hit.num_tokens // group.block_size for group in self._groups]
-        self._held[request_id] = _Held([list(table) for table in hit.tables], hit.num_tokens, first, published)
+        self._held[request_id] = _Held([list(table) for table in hit.tables], hit.num_tokens, first, published, [])
 
     def grow(self, request_id: str, num_computed_tokens: int, num_tokens: int) -> Sequence[NewBlocks] | None:
         """Make the request's tables cover `num_tokens` positions; queries come from `num_computed_tokens` on.
 
-        Blocks that no such query sees are given up. Returns what was added, or None and nothing added when too few
-        blocks are free.
+        Blocks that no such query sees are given up. Returns what was added or replaced since the last call, or None and
+        nothing added when too few blocks are free.
         """
         held = self._held[request_id]
-        if num_tokens <= held.capacity:
+        if num_tokens <= held.capacity and not held.untold:
             return ()
         self._give_up(held, num_computed_tokens)
         missing = [
@@ -138,7 +128,7 @@ class KVCacheManager:
         taken = self.pool.allocate(sum(missing))
         if taken is None:
             return None
-        added = []
+        added, held.untold = held.untold, []
         for index, (table, count) in enumerate(zip(held.tables, missing, strict=True)):
             if count:
                 block_ids, taken = taken[:count], taken[count:]
@@ -179,30 +169,31 @@ class KVCacheManager:
         fresh = self.pool.allocate(sum(partial)) or []
         copies = []
         tables = []
-        for index, (group, table, copied) in enumerate(zip(self._groups, source.tables, partial, strict=True)):
+        for group, table, copied in zip(self._groups, source.tables, partial, strict=True):
             first, num_full = self._first_index(group, num_tokens), num_tokens // group.block_size
             forked = [NULL_BLOCK_ID] * first + table[first:num_full]
             self.pool.share(forked)
             if copied:
                 block_id = fresh.pop()
-                copies.append(BlockCopy(table[num_full], block_id, target_id, index, num_full))
+                copies.append((table[num_full], block_id))
                 forked.append(block_id)
             tables.append(forked)
-        self._held[target_id] = self._held_after(tables, num_tokens)
+        self._held[target_id] = self._held_after(tables, num_tokens, [])
         return copies
 
     def reorder(self, request_ids: Sequence[str], sources: Sequence[int], num_tokens: int) -> list[BlockCopy] | None:
         """Let request i go on from the first `num_tokens` positions of `request_ids[sources[i]]`, for all at once.
 
         Full blocks are shared. A partial last block stays with the first request that goes on from it and is copied for
-        the others. Requests past the end of `sources` hold nothing afterwards. Returns the copies to make before the
-        next step; or None when too few blocks are free, and then none of them holds anything any more.
+        the others, whose next `grow` tells the new one. Requests past the end of `sources` hold nothing afterwards.
+        Returns the copies to make before the next step; or None when too few blocks are free, and then none of them
+        holds anything any more.
         """
         old = [self._held.pop(request_id, None) for request_id in request_ids]
         tables: list[list[list[int]]] = []
-        to_copy: list[tuple[list[int], int, str, int]] = []  # (table, source block, request id, group)
+        to_copy: list[tuple[int, int, int]] = []  # (request, group, source block)
         kept: set[int] = set()
-        for request_id, source in zip(request_ids, sources, strict=False):
+        for target, source in enumerate(sources):
             held = old[source]
             assert held is not None, "a beam goes on from one that holds nothing"
             forked = []
@@ -211,7 +202,7 @@ class KVCacheManager:
                 new = [NULL_BLOCK_ID] * first + table[first:num_full]
                 if num_tokens % group.block_size:
                     if table[num_full] in kept:
-                        to_copy.append((new, table[num_full], request_id, index))
+                        to_copy.append((target, index, table[num_full]))
                     else:
                         kept.add(table[num_full])
                         new.append(table[num_full])
@@ -228,19 +219,26 @@ class KVCacheManager:
                     self.pool.free(table)
             return None
         copies = []
-        for (table, source_id, request_id, group_index), block_id in zip(to_copy, fresh, strict=True):
-            copies.append(BlockCopy(source_id, block_id, request_id, group_index, len(table)))
+        untold: list[list[NewBlocks]] = [[] for _ in sources]
+        for (target, index, source_id), block_id in zip(to_copy, fresh, strict=True):
+            table = tables[target][index]
+            untold[target].append(NewBlocks(index, len(table), [block_id]))
             table.append(block_id)
-        for request_id, forked in zip(request_ids, tables, strict=False):
-            self._held[request_id] = self._held_after(forked, num_tokens)
+            copies.append((source_id, block_id))
+        for request_id, forked, new_blocks in zip(request_ids, tables, untold, strict=False):
+            self._held[request_id] = self._held_after(forked, num_tokens, new_blocks)
         return copies
 
     def free(self, request_id: str) -> None:
-        """Give back all blocks of a request; nothing happens for an unknown one."""
+        """Give back all blocks of a request, in order of position whatever their group; nothing for an unknown one."""
         held = self._held.pop(request_id, None)
         if held is not None:
-            for table in held.tables:
-                self.pool.free(table)
+            blocks = [
+                (index * group.block_size, block_id)
+                for group, table in zip(self._groups, held.tables, strict=True)
+                for index, block_id in enumerate(table)
+            ]
+            self.pool.free(block_id for _, block_id in sorted(blocks, key=itemgetter(0)))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all published blocks. Refused (False) while any block is held."""
@@ -250,11 +248,12 @@ class KVCacheManager:
         """Assert the pool's invariants against the tables; see `BlockPool.check_integrity`."""
         self.pool.check_integrity([(g, table) for held in self._held.values() for g, table in enumerate(held.tables)])
 
-    def _held_after(self, tables: list[list[int]], num_tokens: int) -> _Held:
+    def _held_after(self, tables: list[list[int]], num_tokens: int, untold: list[NewBlocks]) -> _Held:
         """Forked tables of `num_tokens` positions, whose full blocks were published by whoever filled them."""
         capacity = min(len(table) * group.block_size for group, table in zip(self._groups, tables, strict=True))
         first = [self._first_index(group, num_tokens) for group in self._groups]
-        return _Held(tables, capacity, first, [0] * len(tables))
+        published = [num_tokens // group.block_size for group in self._groups]
+        return _Held(tables, capacity, first, published, untold)
 
     def _give_up(self, held: _Held, num_computed_tokens: int) -> None:
         """Free the blocks that no query from `num_computed_tokens` on sees."""

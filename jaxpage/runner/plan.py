@@ -62,28 +62,27 @@ class ForkPlan(NamedTuple):
 
     row_forks: jax.Array  # [3, rows] int32: source row, target row, last token; maximal in padding
     num_copies: jax.Array  # int32
-    copies: jax.Array  # [5, capacity] int32: source block, target block, row, KV group, index in its table
+    copies: jax.Array  # [2, capacity] int32: source block, target block
 
 
 def pack_forks(output: SchedulerOutput, num_rows: int, num_groups: int) -> np.ndarray:
     """Pack a step's row forks and block copies: each row is forked to at most once, and copies a block per group."""
     capacity = num_rows * num_groups
-    packed = np.full(3 * num_rows + 1 + 5 * capacity, _UNUSED, np.int32)
+    packed = np.full(3 * num_rows + 1 + 2 * capacity, _UNUSED, np.int32)
     forks = packed[: 3 * num_rows].reshape(3, num_rows)
     for index, fork in enumerate(output.row_forks):
         forks[:, index] = fork.source, fork.target, fork.token_id
     packed[3 * num_rows] = len(output.block_copies)
     if output.block_copies:
-        copies = packed[3 * num_rows + 1 :].reshape(5, capacity)
+        copies = packed[3 * num_rows + 1 :].reshape(2, capacity)
         copies[:, : len(output.block_copies)] = np.asarray(output.block_copies, np.int32).T
-        copies[2][copies[2] < 0] = _UNUSED
     return packed
 
 
 def unpack_forks(packed: jax.Array, num_rows: int) -> ForkPlan:
     """The inverse of `pack_forks`, in a compiled program."""
     start = 3 * num_rows
-    return ForkPlan(packed[:start].reshape(3, num_rows), packed[start], packed[start + 1 :].reshape(5, -1))
+    return ForkPlan(packed[:start].reshape(3, num_rows), packed[start], packed[start + 1 :].reshape(2, -1))
 
 
 @dataclass(frozen=True)

@@ -116,9 +116,7 @@ def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCa
         for field in dataclasses.fields(state)
         if field.name != "block_tables"
     }
-    _, new_ids, table_rows, groups, indices = plan.copies
-    tables = jax.vmap(copy_rows)(state.block_tables)
-    copied["block_tables"] = tables.at[groups, table_rows, indices].set(new_ids, mode="drop")
+    copied["block_tables"] = jax.vmap(copy_rows)(state.block_tables)
     last = copied["num_tokens"].at[target].get(mode="clip") - 1
     copied["token_ids"] = copied["token_ids"].at[target, last].set(token_id, mode="drop")
 

@@ -17,7 +17,7 @@ MODELS_SEE = {"errors"}
 SERVER_STARTERS = {"jaxpage/cli.py", "jaxpage/__main__.py"}
 JAX_FREE_MODULES = [
     *("scheduler", "request", "wire", "frontend", "tokenizer", "chat_template", "gguf_tokenizer"),
-    *("sampling_params", "beam_search", "outputs", "config", "errors"),
+    *("sampling_params", "beam_search", "beam_group", "policies", "outputs", "config", "errors"),
 ]
 MAX_LINES = 600
 

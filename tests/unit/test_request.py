@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxpage.kv_cache.hashing import ExtraKeys, block_keys
 from jaxpage.request import Request, RequestStatus
 from jaxpage.sampling_params import SamplingParams
 
@@ -15,7 +16,7 @@ def request(
     """A request that ends at `EOS`, the model's, and at `STOP`, its own."""
     params = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop)
     prompt = [5, 6, 7] if prompt is None else prompt
-    return Request("a", prompt, params, 0, max_tokens, frozenset((EOS, *stop)), 0.0)
+    return Request("a", prompt, params, 0, max_tokens, frozenset((EOS, *stop)))
 
 
 def test_a_new_request_waits_with_its_prompt_known_and_nothing_computed() -> None:
@@ -56,7 +57,7 @@ def test_a_stop_token_in_the_prompt_ends_nothing() -> None:
 
 def test_eos_is_a_token_like_any_other_when_it_is_no_stop() -> None:
     params = SamplingParams(ignore_eos=True)
-    ignoring = Request("a", [5], params, 0, 2, frozenset(), 0.0)
+    ignoring = Request("a", [5], params, 0, 2, frozenset())
     assert ignoring.append(EOS) == (None, None)
     assert ignoring.append(EOS) == ("length", None)
 
@@ -91,7 +92,7 @@ def test_length_ends_a_request_whose_min_tokens_equal_its_max_tokens() -> None:
 
 
 def test_length_counts_what_the_context_left_and_not_what_was_asked() -> None:
-    clamped = Request("a", [5], SamplingParams(max_tokens=100), 0, 1, frozenset(), 0.0)
+    clamped = Request("a", [5], SamplingParams(max_tokens=100), 0, 1, frozenset())
     assert clamped.append(8) == ("length", None)
 
 
@@ -100,3 +101,28 @@ def test_only_a_finished_request_is_finished() -> None:
     for status in RequestStatus:
         some.status = status
         assert some.is_finished == (status is RequestStatus.FINISHED)
+
+
+# Names of its blocks.
+
+
+def test_its_block_keys_are_those_of_its_known_tokens() -> None:
+    named = request(prompt=[5, 6, 7])
+    assert named.block_keys(4) == []
+    named.append(8)
+    assert named.block_keys(4) == block_keys([5, 6, 7, 8], 4)
+    for token_id in range(10, 19):
+        named.append(token_id)
+        assert named.block_keys(4) == block_keys(named.token_ids, 4)
+
+
+def test_its_block_keys_know_what_else_its_kv_depends_on() -> None:
+    salted, plain = request(prompt=[5, 6, 7, 8]), request(prompt=[5, 6, 7, 8])
+    salted.extra_keys = ExtraKeys(cache_salt="a")
+    assert salted.block_keys(4) == block_keys([5, 6, 7, 8], 4, extra=ExtraKeys(cache_salt="a")) != plain.block_keys(4)
+
+
+def test_it_reads_the_prefix_cache_unless_asked_not_to() -> None:
+    assert request().reads_prefix_cache
+    params = SamplingParams(skip_reading_prefix_cache=True)
+    assert not Request("a", [5], params, 0, 1, frozenset()).reads_prefix_cache

@@ -1,34 +1,85 @@
 """The scheduler: who computes how many tokens in each step, and what happens when budget, rows or blocks run out."""
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 
 from jaxpage.kv_cache.manager import KVCacheManager
+from jaxpage.kv_cache.spec import plan_layout
+from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.policies import Policy
 from jaxpage.request import Request, RequestStatus
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduler import Scheduler, SchedulerOutput
-from jaxpage.wire import TokenOutput
+from jaxpage.wire import BeamOutput, TokenOutput, sequence_id
 
 STOP = 99
 
 
 def scheduler(
-    *, blocks: int = 1000, block_size: int = 16, seqs: int = 8, budget: int = 1024, threshold: int = 0
+    *,
+    blocks: int = 1000,
+    block_size: int = 16,
+    seqs: int = 8,
+    budget: int = 1024,
+    threshold: int = 0,
+    max_partial: int = 0,
+    caching: bool = False,
+    policy: Policy | None = None,
+    specs: Sequence[KVSpec] = (KVSpec(1, 8),),
 ) -> Scheduler:
     """A scheduler over `blocks` usable blocks."""
     return Scheduler(
-        KVCacheManager(blocks + 1, block_size),
+        KVCacheManager(
+            blocks + 1,
+            plan_layout(specs, block_size),
+            max_step_tokens=threshold or budget,
+            enable_prefix_caching=caching,
+        ),
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         long_prefill_token_threshold=threshold,
+        max_num_partial_prefills=max_partial,
+        policy=policy,
     )
 
 
-def add(target: Scheduler, request_id: str, num_prompt_tokens: int, max_tokens: int = 100) -> Request:
-    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,))
-    prompt = list(range(1, num_prompt_tokens + 1))
-    request = Request(request_id, prompt, params, 0, max_tokens, frozenset({STOP}), 0.0)
+arrivals = itertools.count()
+
+
+def add(
+    target: Scheduler,
+    request_id: str,
+    num_prompt_tokens: int,
+    max_tokens: int = 100,
+    *,
+    n: int = 1,
+    priority: int = 0,
+    start: int = 1,
+    skip_reading: bool = False,
+) -> Request:
+    """Queue a request whose prompt is `start`, `start + 1`, ..., and its `n - 1` forks, named by their index."""
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,), skip_reading_prefix_cache=skip_reading, n=n)
+    prompt = list(range(start, start + num_prompt_tokens))
+    arrival = next(arrivals)
+    request, *forks = [
+        Request(
+            sequence_id(request_id, index),
+            prompt,
+            params,
+            seed=index,
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset({STOP}),
+            arrival=arrival,
+            index=index,
+            priority=priority,
+        )
+        for index in range(n)
+    ]
+    for fork in forks:
+        fork.prefix = request
+    request.forks = forks
     target.add(request)
     return request
 
@@ -38,14 +89,16 @@ def sample(output: SchedulerOutput, token_id: int = 7) -> list[int]:
     return [token_id if request.num_computed_tokens == request.num_tokens else -1 for request in output.requests]
 
 
-def step(target: Scheduler, token_id: int = 7) -> tuple[SchedulerOutput, list[TokenOutput]]:
+def step(target: Scheduler, token_id: int = 7) -> tuple[SchedulerOutput, list[TokenOutput | BeamOutput]]:
     output = target.schedule()
     tokens = target.update(output, sample(output, token_id))
     target.kv_cache.check_integrity()
     return output, tokens
 
 
-def steps_while(target: Scheduler, going: Callable[[], bool]) -> Iterator[tuple[SchedulerOutput, list[TokenOutput]]]:
+def steps_while(
+    target: Scheduler, going: Callable[[], bool]
+) -> Iterator[tuple[SchedulerOutput, list[TokenOutput | BeamOutput]]]:
     for _ in range(1000):
         if not going():
             return
@@ -60,6 +113,12 @@ def run(target: Scheduler) -> list[SchedulerOutput]:
 
 def lens(output: SchedulerOutput) -> dict[str, int]:
     return {r.request_id: n for r, n in zip(output.requests, output.query_lens, strict=True)}
+
+
+def table(target: Scheduler, request_id: str) -> list[int]:
+    """The block table of a request that has a single one."""
+    (only,) = target.kv_cache.tables(request_id)
+    return only
 
 
 def ids(requests: Iterable[Request]) -> list[str]:
@@ -132,33 +191,45 @@ def test_an_admitted_request_comes_in_full_and_only_once() -> None:
     target = scheduler(budget=4)
     request = add(target, "a", 6)
     admitted = step(target)[0].admitted
-    assert [(a.request, a.row, a.token_ids, a.num_computed_tokens) for a in admitted] == [
-        (request, request.row, [1, 2, 3, 4, 5, 6], 0)
+    assert [(a.request, a.row, a.token_ids, a.num_computed_tokens, a.block_tables) for a in admitted] == [
+        (request, request.row, [1, 2, 3, 4, 5, 6], 0, [[1]])
     ]
     assert step(target)[0].admitted == []
 
 
 def test_an_admission_does_not_change_when_the_request_grows() -> None:
-    target = scheduler()
+    target = scheduler(block_size=2)
     add(target, "a", 2)
     admitted = step(target)[0].admitted[0]
     step(target)
-    assert admitted.token_ids == [1, 2]
+    assert (admitted.token_ids, admitted.block_tables) == ([1, 2], [[1]])
+    assert len(table(target, "a")) == 2
 
 
-def test_only_blocks_that_are_new_are_told_with_their_place() -> None:
-    target = scheduler(block_size=4, budget=6)
+def test_blocks_that_are_new_after_the_admission_are_told_once_with_their_place() -> None:
+    target = scheduler(block_size=4, budget=6, specs=[KVSpec(1, 8), KVSpec(1, 8, window=100)])
     request = add(target, "a", 9, 10)
-    told: dict[int, int] = {}
+    output, _ = step(target)
+    assert output.new_blocks == []
+    told = {
+        (group, index): block_id
+        for group, table in enumerate(output.admitted[0].block_tables)
+        for index, block_id in enumerate(table)
+    }
     counts = []
     for _ in range(6):
         output, _ = step(target)
-        assert all(row == request.row for row, _, _ in output.new_blocks)
-        assert not told.keys() & {index for _, index, _ in output.new_blocks}
-        told |= {index: block_id for _, index, block_id in output.new_blocks}
-        assert [told[index] for index in range(len(told))] == target.kv_cache.table("a")
+        for row, group, index, block_id in output.new_blocks:
+            assert row == request.row
+            assert (group, index) not in told
+            told[group, index] = block_id
+        assert told == {
+            (group, index): block_id
+            for group, table in enumerate(target.kv_cache.tables("a"))
+            for index, block_id in enumerate(table)
+        }
         counts.append(len(output.new_blocks))
-    assert counts == [2, 1, 0, 0, 0, 1]
+    assert counts == [2, 0, 0, 0, 2, 0]
 
 
 def test_rows_are_unique_and_no_more_than_allowed_run() -> None:
@@ -200,7 +271,7 @@ def test_a_finished_request_frees_everything_and_is_told_why() -> None:
     assert step(target, STOP)[1] == [TokenOutput("b", [STOP], "stop", STOP)]
     for request in (limited, stopped):
         assert (request.status, request.row) == (RequestStatus.FINISHED, -1)
-        assert target.kv_cache.table(request.request_id) == []
+        assert table(target, request.request_id) == []
     assert not target.has_requests
     assert (target.running, list(target.waiting), target.kv_cache.pool.usage) == ([], [], 0)
 
@@ -235,7 +306,7 @@ def test_the_last_running_request_gives_way_when_blocks_run_out() -> None:
     output, _ = step(target)
     assert lens(output) == {"a": 1}
     assert (a.status, b.status) == (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
-    assert (b.num_computed_tokens, b.row, target.kv_cache.table("b")) == (0, -1, [])
+    assert (b.num_computed_tokens, b.row, table(target, "b")) == (0, -1, [])
     assert target.num_preemptions == 1
 
 
@@ -278,7 +349,8 @@ def test_preemption_neither_loses_nor_doubles_tokens() -> None:
             for request in output.requests
         ]
         for token in target.update(output, sampled):
-            given[token.request_id] += token.token_ids
+            assert isinstance(token, TokenOutput)
+            given[token.sequence_id] += token.token_ids
     assert not target.has_requests
     assert target.num_preemptions > 0
     expected = list(range(100, 200))
@@ -316,7 +388,7 @@ def test_a_waiting_request_is_not_admitted_unless_all_it_knows_fits() -> None:
     for _ in range(2):
         output, _ = step(target)
         assert lens(output) == {"a": 1}
-        assert (b.status, target.kv_cache.table("b")) == (RequestStatus.WAITING, [])
+        assert (b.status, table(target, "b")) == (RequestStatus.WAITING, [])
     assert lens(step(target)[0]) == {"b": 4}
     assert target.num_preemptions == 0
 
@@ -340,7 +412,7 @@ def test_a_request_that_fills_the_pool_alone_runs_to_its_end() -> None:
 
 def test_a_request_that_could_never_fit_is_refused_on_arrival() -> None:
     target = scheduler(blocks=4, block_size=4)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="a needs more blocks than there are"):
         add(target, "a", 10, 8)
     assert not target.has_requests
 
@@ -390,7 +462,7 @@ def test_an_abort_frees_everything_in_every_state(state: Callable[[Scheduler], R
     assert target.abort("x") is request
     target.kv_cache.check_integrity()
     assert (request.status, request.row) == (RequestStatus.FINISHED, -1)
-    assert target.kv_cache.table("x") == []
+    assert table(target, "x") == []
     assert request not in target.running
     assert request not in target.waiting
     assert target.abort("x") is None
