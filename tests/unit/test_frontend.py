@@ -29,7 +29,15 @@ def byte_tokenizer() -> Tokenizer:
 
 TOKENIZER = byte_tokenizer()
 EOS = TOKENIZER.vocab_size - 1
-LIMITS = Ready(max_model_len=64, vocab_size=TOKENIZER.vocab_size, eos_token_ids=[EOS], num_blocks=100, block_size=16)
+LIMITS = Ready(
+    max_model_len=64,
+    vocab_size=TOKENIZER.vocab_size,
+    eos_token_ids=[EOS],
+    num_blocks=100,
+    block_size=16,
+    max_num_seqs=8,
+    max_beam_tokens=[64] * 16,
+)
 
 
 def opened(prompt: Prompt = "Hi", params: SamplingParams | None = None, *, seed: int = 5) -> OpenRequest:

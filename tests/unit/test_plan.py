@@ -6,57 +6,100 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpage.ops.kv_spec import KVGroup, KVLayout, KVSpec
 from jaxpage.request import Request
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.plan import (
+    AdmittedRow,
     admission_size,
     empty_step,
     pack_admission,
+    pack_forks,
     pack_step,
     unpack_admission,
+    unpack_forks,
     unpack_step,
 )
 from jaxpage.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from jaxpage.scheduler import AdmittedRequest, SchedulerOutput
+from jaxpage.scheduler import AdmittedRequest, RowFork, SchedulerOutput
 
 NOWHERE = np.iinfo(np.int32).max
-CAPACITY = 12
-BLOCK_SIZE = 4
+CAPACITY = 13
 BUCKETS = [Bucket(8, 8, 1), Bucket(16, 8, 16), Bucket(40, 10, 40)]
 
 
-def random_step(rng: random.Random, bucket: Bucket, most: bool = False) -> SchedulerOutput:
+def layout_of(*block_sizes: int) -> KVLayout:
+    """A layer for each group; larger blocks keep as much less per token."""
+    largest = max(block_sizes)
+    groups = tuple(KVGroup(KVSpec(largest // size, 8), size) for size in block_sizes)
+    return KVLayout(groups, tuple((index, 0) for index in range(len(groups))))
+
+
+LAYOUTS = [layout_of(4), layout_of(4, 4, 8)]
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=["one_group", "three_groups"])
+each_bucket = pytest.mark.parametrize("bucket", BUCKETS, ids=str)
+
+
+def step_of(
+    rows: list[int],
+    query_lens: list[int],
+    new_blocks: list[tuple[int, int, int, int]],
+    *,
+    row_forks: list[RowFork] | None = None,
+    block_copies: list[tuple[int, int, int, int, int]] | None = None,
+) -> SchedulerOutput:
+    return SchedulerOutput(row_forks or [], block_copies or [], [], [], rows, query_lens, new_blocks)
+
+
+def random_step(rng: random.Random, bucket: Bucket, layout: KVLayout, most: bool = False) -> SchedulerOutput:
     """A step that fits `bucket`; with `most`, one that begins as many blocks as any can."""
+    largest = max(group.block_size for group in layout.groups)
     rows = rng.sample(range(100), bucket.num_rows if most else rng.randint(1, bucket.num_rows))
     query_lens = [1] * len(rows)
     for _ in range(0 if bucket.max_query_len == 1 else rng.randint(0, bucket.num_tokens - len(rows))):
         query_lens[rng.randrange(len(rows))] += 1
     if most and bucket.max_query_len > 1:
-        query_lens[0] += (bucket.num_tokens - sum(query_lens)) // BLOCK_SIZE * BLOCK_SIZE
+        query_lens[0] += (bucket.num_tokens - sum(query_lens)) // largest * largest
     blocks = []
     for row, query_len in zip(rows, query_lens, strict=True):
-        computed = BLOCK_SIZE * rng.randint(0, 9) + (0 if most else rng.randrange(BLOCK_SIZE))
-        held, needed = -(-computed // BLOCK_SIZE), -(-(computed + query_len) // BLOCK_SIZE)
-        blocks += [(row, index, rng.randint(1, 2**31 - 2)) for index in range(held, needed)]
-    return SchedulerOutput([], [], rows, query_lens, blocks)
+        computed = largest * rng.randint(0, 9) + (0 if most else rng.randrange(largest))
+        for index, group in enumerate(layout.groups):
+            size = group.block_size
+            held, needed = -(-computed // size), -(-(computed + query_len) // size)
+            blocks += [(row, index, position, rng.randint(1, 2**31 - 2)) for position in range(held, needed)]
+    return step_of(rows, query_lens, blocks)
 
 
-def admitted(rng: random.Random, **options: object) -> AdmittedRequest:
+def admitted(rng: random.Random, layout: KVLayout = LAYOUTS[0], **options: object) -> AdmittedRequest:
     params = SamplingParams(**options)  # type: ignore[arg-type]
     token_ids = [rng.randint(0, 2**31 - 2) for _ in range(rng.randint(1, CAPACITY))]
     num_prompt_tokens = rng.randint(1, len(token_ids))
     stops = frozenset({*params.stop_token_ids, *rng.sample(range(1000, 2000), rng.randint(0, 3))})
     seed = params.seed if params.seed is not None else rng.randrange(2**63)
-    request = Request("r", token_ids[:num_prompt_tokens], params, seed, 16, stops, 0.0)
-    return AdmittedRequest(rng.randint(0, 500), request, token_ids, rng.randint(0, len(token_ids) - 1))
+    num_logprobs = -1 if params.logprobs is None else params.logprobs
+    request = Request("r", token_ids[:num_prompt_tokens], params, seed, 16, stops, num_logprobs=num_logprobs)
+    num_covered = rng.randint(1, len(token_ids))
+    tables = [
+        [rng.randint(0, 2**31 - 2) for _ in range(-(-num_covered // group.block_size))] for group in layout.groups
+    ]
+    return AdmittedRequest(rng.randint(0, 500), request, token_ids, rng.randint(0, len(token_ids) - 1), tables)
 
 
-@pytest.mark.parametrize("bucket", BUCKETS, ids=str)
-def test_a_step_is_unpacked_as_it_was_packed(bucket: Bucket) -> None:
+def unpacked(given: AdmittedRequest, layout: KVLayout = LAYOUTS[0]) -> AdmittedRow:
+    packed = pack_admission(given, CAPACITY, layout)
+    return unpack_admission(jax.numpy.asarray(packed), CAPACITY, len(layout.groups))
+
+
+# Steps.
+
+
+@each_layout
+@each_bucket
+def test_a_step_is_unpacked_as_it_was_packed(bucket: Bucket, layout: KVLayout) -> None:
     rng = random.Random(0)
     for turn in range(20):
-        output = random_step(rng, bucket, most=turn < 5)
-        packed = pack_step(output, bucket, BLOCK_SIZE)
+        output = random_step(rng, bucket, layout, most=turn < 5)
+        packed = pack_step(output, bucket, layout)
         assert packed.dtype == np.int32
         plan = unpack_step(jax.numpy.asarray(packed), bucket)
         rows, query_lens, blocks = (np.asarray(field) for field in plan)
@@ -67,37 +110,79 @@ def test_a_step_is_unpacked_as_it_was_packed(bucket: Bucket) -> None:
         assert list(map(tuple, blocks[:, :m].T.tolist())) == output.new_blocks
 
 
-@pytest.mark.parametrize("bucket", BUCKETS, ids=str)
-def test_padding_of_a_step_computes_nothing_and_points_out_of_range(bucket: Bucket) -> None:
-    output = SchedulerOutput([], [], [3, 1], [1, 1], [(3, 0, 5)])
-    plan = unpack_step(jax.numpy.asarray(pack_step(output, bucket, BLOCK_SIZE)), bucket)
+@each_layout
+@each_bucket
+def test_padding_of_a_step_computes_nothing_and_points_out_of_range(bucket: Bucket, layout: KVLayout) -> None:
+    output = step_of([3, 1], [1, 1], [(3, 0, 7, 5)])
+    plan = unpack_step(jax.numpy.asarray(pack_step(output, bucket, layout)), bucket)
     assert set(np.asarray(plan.rows)[2:].tolist()) == {NOWHERE}
     assert set(np.asarray(plan.query_lens)[2:].tolist()) == {0}
     assert set(np.asarray(plan.new_blocks)[:, 1:].ravel().tolist()) == {NOWHERE}
 
 
-@pytest.mark.parametrize("bucket", BUCKETS, ids=str)
-def test_an_empty_step_names_no_row_and_no_block(bucket: Bucket) -> None:
-    plan = unpack_step(jax.numpy.asarray(empty_step(bucket, BLOCK_SIZE)), bucket)
+@each_layout
+@each_bucket
+def test_an_empty_step_names_no_row_and_no_block(bucket: Bucket, layout: KVLayout) -> None:
+    plan = unpack_step(jax.numpy.asarray(empty_step(bucket, layout)), bucket)
     assert not np.asarray(plan.query_lens).any()
     assert (np.asarray(plan.rows) == NOWHERE).all()
     assert (np.asarray(plan.new_blocks) == NOWHERE).all()
 
 
-def test_every_step_of_a_bucket_has_the_same_shape() -> None:
+@each_layout
+def test_every_step_of_a_bucket_has_the_same_shape(layout: KVLayout) -> None:
     rng = random.Random(1)
     for bucket in BUCKETS:
-        shape = empty_step(bucket, BLOCK_SIZE).shape
-        assert {pack_step(random_step(rng, bucket), bucket, BLOCK_SIZE).shape for _ in range(5)} == {shape}
+        shape = empty_step(bucket, layout).shape
+        assert {pack_step(random_step(rng, bucket, layout), bucket, layout).shape for _ in range(5)} == {shape}
+
+
+# Forks.
+
+
+@each_layout
+def test_forks_are_unpacked_as_they_were_packed_and_padding_points_out_of_range(layout: KVLayout) -> None:
+    rng = random.Random(9)
+    num_rows, num_groups = 6, len(layout.groups)
+    for num_forks, num_copies in ((0, 0), (1, 0), (0, 1), (3, 2), (num_rows, num_rows * num_groups)):
+        forks = [
+            RowFork(rng.randrange(num_rows), target, rng.randint(0, 2**31 - 2))
+            for target in rng.sample(range(num_rows), num_forks)
+        ]
+        copies = [
+            (rng.randint(1, 99), rng.randint(100, 199), rng.randrange(num_rows), rng.randrange(num_groups), 3)
+            for _ in range(num_copies)
+        ]
+        packed = pack_forks(step_of([], [], [], row_forks=forks, block_copies=copies), num_rows, num_groups)
+        assert packed.dtype == np.int32
+        plan = unpack_forks(jax.numpy.asarray(packed), num_rows)
+        row_forks, unpacked_copies = np.asarray(plan.row_forks), np.asarray(plan.copies)
+        assert [RowFork(*column) for column in row_forks[:, :num_forks].T.tolist()] == forks
+        assert int(plan.num_copies) == num_copies
+        assert list(map(tuple, unpacked_copies[:, :num_copies].T.tolist())) == copies
+        assert (row_forks[:, num_forks:] == NOWHERE).all()
+        assert (unpacked_copies[:, num_copies:] == NOWHERE).all()
+
+
+def test_a_copy_whose_table_an_admission_brings_changes_no_row() -> None:
+    """A row of -1 would be the last one for JAX."""
+    packed = pack_forks(step_of([], [], [], block_copies=[(4, 5, -1, 0, 2), (6, 7, 0, 0, 2)]), 3, 1)
+    rows = np.asarray(unpack_forks(jax.numpy.asarray(packed), 3).copies)[2]
+    assert rows.tolist() == [NOWHERE, 0, NOWHERE]
+
+
+# Admissions.
 
 
 def test_packs_are_fresh_buffers() -> None:
     rng = random.Random(2)
-    output, request = random_step(rng, BUCKETS[1]), admitted(rng)
+    layout = LAYOUTS[1]
+    output, request = random_step(rng, BUCKETS[1], layout), admitted(rng, layout)
     for first, second in (
-        (pack_step(output, BUCKETS[1], BLOCK_SIZE), pack_step(output, BUCKETS[1], BLOCK_SIZE)),
-        (empty_step(BUCKETS[1], BLOCK_SIZE), empty_step(BUCKETS[1], BLOCK_SIZE)),
-        (pack_admission(request, CAPACITY), pack_admission(request, CAPACITY)),
+        (pack_step(output, BUCKETS[1], layout), pack_step(output, BUCKETS[1], layout)),
+        (empty_step(BUCKETS[1], layout), empty_step(BUCKETS[1], layout)),
+        (pack_forks(output, 8, 3), pack_forks(output, 8, 3)),
+        (pack_admission(request, CAPACITY, layout), pack_admission(request, CAPACITY, layout)),
     ):
         assert not np.shares_memory(first, second)
         before = second.copy()
@@ -108,29 +193,33 @@ def test_packs_are_fresh_buffers() -> None:
 def test_a_pack_does_not_change_with_what_it_was_made_of() -> None:
     rng = random.Random(3)
     request = admitted(rng)
-    packed = pack_admission(request, CAPACITY)
+    packed = pack_admission(request, CAPACITY, LAYOUTS[0])
     before = packed.copy()
     request.token_ids[0] += 1
+    request.block_tables[0][0] += 1
     request.request.token_ids.append(5)
     assert (packed == before).all()
 
 
-def test_an_admission_is_unpacked_as_it_was_packed() -> None:
+@each_layout
+def test_an_admission_is_unpacked_as_it_was_packed(layout: KVLayout) -> None:
     rng = random.Random(4)
     for _ in range(10):
         given = admitted(
             rng,
+            layout,
             temperature=rng.uniform(0.01, 2),
             top_p=rng.uniform(0.01, 1),
             min_p=rng.random(),
             top_k=rng.randint(1, 100_000),
             min_tokens=rng.randint(0, 9),
             max_tokens=None,
+            logprobs=rng.randint(0, 20),
         )
-        packed = pack_admission(given, CAPACITY)
+        packed = pack_admission(given, CAPACITY, layout)
         assert packed.dtype == np.int32
-        assert packed.shape == (admission_size(CAPACITY),)
-        row = unpack_admission(jax.numpy.asarray(packed))
+        assert packed.shape == (admission_size(CAPACITY, layout),)
+        row = unpacked(given, layout)
         params = given.request.params
         assert int(row.row) == given.row
         assert int(row.num_tokens) == len(given.token_ids)
@@ -138,26 +227,46 @@ def test_an_admission_is_unpacked_as_it_was_packed() -> None:
         assert int(row.num_computed_tokens) == given.num_computed_tokens
         assert int(row.top_k) == params.top_k
         assert int(row.min_tokens) == params.min_tokens
+        assert int(row.num_logprobs) == params.logprobs
         assert np.asarray(row.token_ids)[: len(given.token_ids)].tolist() == given.token_ids
         assert row.token_ids.shape == (CAPACITY,)
         for name in ("temperature", "top_p", "min_p"):
-            unpacked = np.asarray(getattr(row, name))
-            assert unpacked.dtype == np.float32
-            assert unpacked == np.float32(getattr(params, name))
+            value = np.asarray(getattr(row, name))
+            assert value.dtype == np.float32
+            assert value == np.float32(getattr(params, name))
+        tables = np.asarray(row.block_tables)
+        assert len(tables) == len(layout.groups)
+        for table, block_ids in zip(tables.tolist(), given.block_tables, strict=True):
+            assert table[: len(block_ids)] == block_ids
+            assert not any(table[len(block_ids) :])
+
+
+def test_a_full_admission_has_room_for_all_its_tokens_and_blocks() -> None:
+    layout = LAYOUTS[1]
+    request = Request("r", [1] * CAPACITY, SamplingParams(), 0, 16, frozenset())
+    tables = [[7] * -(-CAPACITY // group.block_size) for group in layout.groups]
+    row = unpacked(AdmittedRequest(0, request, [5] * CAPACITY, 0, tables), layout)
+    assert np.asarray(row.token_ids).tolist() == [5] * CAPACITY
+    assert np.asarray(row.block_tables).tolist() == [[7, 7, 7, 7], [7, 7, 7, 7], [7, 7, 0, 0]]
+
+
+@pytest.mark.parametrize(("asked", "packed"), [(None, -1), (0, 0), (20, 20)])
+def test_no_log_probabilities_differ_from_none_of_the_alternatives(asked: int | None, packed: int) -> None:
+    assert int(unpacked(admitted(random.Random(10), logprobs=asked)).num_logprobs) == packed
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, -2, 2**31, -(2**31), 2**32 - 1, 2**32, -(2**32), 2**63 - 1, -(2**63)])
 def test_all_64_bits_of_a_seed_arrive(seed: int) -> None:
-    row = unpack_admission(jax.numpy.asarray(pack_admission(admitted(random.Random(5), seed=seed), CAPACITY)))
-    unpacked = np.asarray(row.seed)
-    assert unpacked.dtype == np.uint32
-    assert unpacked.tolist() == [(seed % 2**64) >> 32, seed % 2**32]
+    row = unpacked(admitted(random.Random(5), seed=seed))
+    halves = np.asarray(row.seed)
+    assert halves.dtype == np.uint32
+    assert halves.tolist() == [(seed % 2**64) >> 32, seed % 2**32]
 
 
 @pytest.mark.parametrize("value", [0.0, 0.01, 0.1, 1 / 3, 1.0, float(np.nextafter(np.float32(1), np.float32(0)))])
 def test_floats_arrive_bit_for_bit(value: float) -> None:
     given = admitted(random.Random(6), temperature=value, min_p=value)
-    row = unpack_admission(jax.numpy.asarray(pack_admission(given, CAPACITY)))
+    row = unpacked(given)
     bits = np.float32(value).view(np.int32)
     assert np.asarray(row.temperature).view(np.int32) == bits
     assert np.asarray(row.min_p).view(np.int32) == bits
@@ -166,32 +275,32 @@ def test_floats_arrive_bit_for_bit(value: float) -> None:
 @pytest.mark.parametrize(("temperature", "packed"), [(0, 0.0), (1e-5, 0.01), (0.5, 0.5)])
 def test_tiny_temperatures_are_raised_on_their_way(temperature: float, packed: float) -> None:
     given = admitted(random.Random(7), temperature=temperature)
-    row = unpack_admission(jax.numpy.asarray(pack_admission(given, CAPACITY)))
+    row = unpacked(given)
     assert float(row.temperature) == np.float32(packed)
 
 
 @pytest.mark.parametrize("top_k", [-1, 0])
 def test_both_ways_to_turn_top_k_off_arrive_as_zero(top_k: int) -> None:
     given = admitted(random.Random(8), top_k=top_k)
-    assert int(unpack_admission(jax.numpy.asarray(pack_admission(given, CAPACITY))).top_k) == 0
+    assert int(unpacked(given).top_k) == 0
 
 
 @pytest.mark.parametrize("count", [0, 1, MAX_STOP_TOKEN_IDS])
 def test_stop_tokens_arrive_and_unused_places_are_out_of_range(count: int) -> None:
     stops = frozenset(range(0, 3 * count, 3))
-    request = Request("r", [1], SamplingParams(), 0, 16, stops, 0.0)
-    row = unpack_admission(jax.numpy.asarray(pack_admission(AdmittedRequest(0, request, [1], 0), CAPACITY)))
-    unpacked = np.asarray(row.stop_token_ids).tolist()
-    assert len(unpacked) == MAX_STOP_TOKEN_IDS
-    assert set(unpacked) - {NOWHERE} == stops
-    assert unpacked.count(NOWHERE) == MAX_STOP_TOKEN_IDS - count
+    request = Request("r", [1], SamplingParams(), 0, 16, stops)
+    row = unpacked(AdmittedRequest(0, request, [1], 0, [[1]]))
+    arrived = np.asarray(row.stop_token_ids).tolist()
+    assert len(arrived) == MAX_STOP_TOKEN_IDS
+    assert set(arrived) - {NOWHERE} == stops
+    assert arrived.count(NOWHERE) == MAX_STOP_TOKEN_IDS - count
 
 
 def test_a_resumed_request_is_packed_with_its_output_and_its_own_prompt_length() -> None:
-    request = Request("r", [1, 2], SamplingParams(), 0, 16, frozenset(), 0.0)
+    request = Request("r", [1, 2], SamplingParams(), 0, 16, frozenset())
     request.append(8)
     request.append(9)
-    resumed = AdmittedRequest(3, request, list(request.token_ids), 0)
-    row = unpack_admission(jax.numpy.asarray(pack_admission(resumed, CAPACITY)))
+    resumed = AdmittedRequest(3, request, list(request.token_ids), 0, [[1]])
+    row = unpacked(resumed)
     assert (int(row.num_tokens), int(row.num_prompt_tokens), int(row.num_computed_tokens)) == (4, 2, 0)
     assert np.asarray(row.token_ids)[:4].tolist() == [1, 2, 8, 9]

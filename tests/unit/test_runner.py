@@ -80,10 +80,10 @@ def serve(engine: EngineCore, requests: Sequence[AddRequest], *, stagger: int = 
         if not waiting and not engine.has_requests:
             break
         for output in engine.step():
-            tokens[output.request_id].extend(output.token_ids)
+            tokens[output.sequence_id].extend(output.token_ids)
             if output.finish_reason is not None:
-                assert output.request_id not in reasons
-                reasons[output.request_id] = output.finish_reason
+                assert output.sequence_id not in reasons
+                reasons[output.sequence_id] = output.finish_reason
         engine.scheduler.kv_cache.check_integrity()
     assert reasons.keys() == tokens.keys()
     assert engine.scheduler.kv_cache.pool.usage == 0

@@ -6,7 +6,16 @@ import msgspec
 import pytest
 
 from jaxpage.errors import JaxpageError, RequestError
-from jaxpage.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxpage.sampling_params import (
+    MAX_BEAM_WIDTH,
+    MAX_LENGTH_PENALTY,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_TOKEN_IDS,
+    BeamSearchParams,
+    SamplingParams,
+    nth_seed,
+)
 
 ACCEPTED: list[tuple[str, list[Any]]] = [
     ("temperature", [0, 0.0, 1e-9, 0.01, 1, 2, 2.0]),
@@ -21,6 +30,9 @@ ACCEPTED: list[tuple[str, list[Any]]] = [
     ("include_stop_str_in_output", [False, True]),
     ("ignore_eos", [False, True]),
     ("skip_special_tokens", [False, True]),
+    ("n", [1, 2, MAX_N]),
+    ("logprobs", [None, 0, 1, MAX_LOGPROBS]),
+    ("skip_reading_prefix_cache", [False, True]),
 ]
 NAN, INF = float("nan"), float("inf")
 REFUSED: list[tuple[str, list[Any]]] = [
@@ -33,6 +45,30 @@ REFUSED: list[tuple[str, list[Any]]] = [
     ("min_tokens", [-1, 0.5, "0", None, False]),
     ("stop", [("",), ("a", ""), (1,), (None,)]),
     ("stop_token_ids", [(-1,), (5, -1), (1.5,), ("a",), (True,)]),
+    ("include_stop_str_in_output", [0, 1, None, "yes"]),
+    ("ignore_eos", [0, 1, None, "yes"]),
+    ("skip_special_tokens", [0, 1, None, "yes"]),
+    ("n", [0, -1, MAX_N + 1, 1.5, "2", None, True]),
+    ("logprobs", [-1, MAX_LOGPROBS + 1, 1.0, "5", False]),
+    ("skip_reading_prefix_cache", [0, 1, None, "yes"]),
+]
+BEAM_ACCEPTED: list[tuple[str, list[Any]]] = [
+    ("beam_width", [1, 2, MAX_BEAM_WIDTH]),
+    ("max_tokens", [1, 16, 1_000_000]),
+    ("length_penalty", [0, 0.0, -1.5, 1, 2.0, MAX_LENGTH_PENALTY, -MAX_LENGTH_PENALTY]),
+    ("early_stopping", [False, True, "never"]),
+    ("stop_token_ids", [(), (0,), tuple(range(MAX_STOP_TOKEN_IDS))]),
+    ("ignore_eos", [False, True]),
+    ("skip_special_tokens", [False, True]),
+]
+BEAM_REFUSED: list[tuple[str, list[Any]]] = [
+    ("beam_width", [0, -1, MAX_BEAM_WIDTH + 1, 1.5, "2", None, True]),
+    ("max_tokens", [0, -1, 1.5, "16", None, True]),
+    ("length_penalty", [MAX_LENGTH_PENALTY + 0.1, -MAX_LENGTH_PENALTY - 0.1, NAN, INF, -INF, 10**400, "1", None, True]),
+    ("early_stopping", ["always", "", 0, 1, None]),
+    ("stop_token_ids", [(-1,), (5, -1), (1.5,), ("a",), (True,)]),
+    ("ignore_eos", [0, 1, None, "yes"]),
+    ("skip_special_tokens", [0, 1, None, "yes"]),
 ]
 
 
@@ -59,11 +95,30 @@ def test_a_value_beyond_the_edge_is_refused_by_field_and_value(name: str, value:
     assert str(error).startswith(f"{name} is {culprit!r}: it must be ")
 
 
-def test_the_tables_above_cover_every_field() -> None:
-    fields = {field.name for field in msgspec.structs.fields(SamplingParams)}
-    switches = {"include_stop_str_in_output", "ignore_eos", "skip_special_tokens"}
-    assert {name for name, _ in ACCEPTED} == fields
-    assert {name for name, _ in REFUSED} == fields - switches
+@pytest.mark.parametrize(("name", "value"), cases(BEAM_ACCEPTED))
+def test_a_beam_search_value_up_to_the_edge_is_accepted_and_kept(name: str, value: Any) -> None:
+    assert getattr(BeamSearchParams(**{"beam_width": 4, name: value}), name) == value
+
+
+@pytest.mark.parametrize(("name", "value"), cases(BEAM_REFUSED))
+def test_a_beam_search_value_beyond_the_edge_is_refused_by_field_and_value(name: str, value: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        BeamSearchParams(**{"beam_width": 4, name: value})
+    culprit = value[-1] if isinstance(value, tuple) else value
+    assert caught.value.param == name
+    assert str(caught.value).startswith(f"{name} is {culprit!r}: it must be ")
+
+
+@pytest.mark.parametrize(
+    ("struct", "accepted", "refused"),
+    [(SamplingParams, ACCEPTED, REFUSED), (BeamSearchParams, BEAM_ACCEPTED, BEAM_REFUSED)],
+)
+def test_the_tables_above_cover_every_field(
+    struct: type[msgspec.Struct], accepted: list[tuple[str, list[Any]]], refused: list[tuple[str, list[Any]]]
+) -> None:
+    fields = {field.name for field in msgspec.structs.fields(struct)}
+    assert {name for name, _ in accepted} == fields
+    assert {name for name, _ in refused} == fields
 
 
 def test_a_refusal_is_a_value_error_of_the_shared_tree() -> None:
@@ -120,3 +175,34 @@ def test_only_temperature_zero_is_greedy() -> None:
 @pytest.mark.parametrize(("given", "effective"), [(0, 0.0), (1e-9, 0.01), (0.009, 0.01), (0.01, 0.01), (0.7, 0.7)])
 def test_temperatures_under_a_hundredth_are_raised_to_it_unless_greedy(given: float, effective: float) -> None:
     assert SamplingParams(temperature=given).effective_temperature == effective
+
+
+def test_several_sequences_need_a_temperature() -> None:
+    assert SamplingParams(temperature=0, n=1).n == 1
+    assert SamplingParams(temperature=0.01, n=2).n == 2
+    error = refusal(temperature=0, n=2)
+    assert error.param == "n"
+    assert str(error) == "n is 2: it must be 1 with temperature 0, as all sequences would be equal"
+
+
+def test_a_beam_search_takes_a_list_of_stop_tokens_and_no_more_than_have_a_place() -> None:
+    ids = [3, 4]
+    params = BeamSearchParams(beam_width=2, stop_token_ids=ids)  # type: ignore[arg-type]
+    ids.append(5)
+    assert params.stop_token_ids == (3, 4)
+    with pytest.raises(RequestError, match=f"at most {MAX_STOP_TOKEN_IDS} ids"):
+        BeamSearchParams(beam_width=2, stop_token_ids=tuple(range(MAX_STOP_TOKEN_IDS + 1)))
+
+
+def test_the_seed_of_a_later_sequence_is_the_first_ones_and_its_index() -> None:
+    assert [nth_seed(7, index) for index in range(4)] == [7, 8, 9, 10]
+    assert nth_seed(-(2**63), 1) == -(2**63) + 1
+
+
+@pytest.mark.parametrize("first", [2**63 - 1, 2**63 - 5, -2, -5, -MAX_N, -MAX_N - 1, 0, -(2**63)])
+def test_seeds_of_all_sequences_are_int64s_that_differ_and_none_of_them_means_none(first: int) -> None:
+    seeds = [nth_seed(first, index) for index in range(MAX_N)]
+    assert seeds[0] == first
+    assert len(set(seeds)) == MAX_N
+    assert -1 not in seeds
+    assert all(SamplingParams(seed=seed).seed == seed for seed in seeds)

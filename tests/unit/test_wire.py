@@ -28,8 +28,8 @@ TO_ENGINE: list[wire.ToEngine] = [
     wire.AbortRequests(["r-1", "r-2"]),
 ]
 FROM_ENGINE: list[wire.FromEngine] = [
-    wire.Ready(8192, 49152, [2, 0], 4096, 16),
-    wire.Ready(1, 1, [], 2, 1),
+    wire.Ready(8192, 49152, [2, 0], 4096, 16, 8, [100, 50]),
+    wire.Ready(1, 1, [], 2, 1, 1, []),
     wire.Outputs([], {}),
     wire.Outputs(
         [
