@@ -52,7 +52,8 @@ class OpenRequest:
         A stop string ends a sequence here, where text is known; the engine goes on until it is told.
         """
         self._first_token_time = self._first_token_time or time.time()
-        self._num_cached_tokens = self._num_cached_tokens or output.num_cached_tokens
+        if output.sequence_id == self.request_id:  # what the other sequences share with this one is no hit
+            self._num_cached_tokens = self._num_cached_tokens or output.num_cached_tokens
         if isinstance(output, wire.BeamOutput):
             self._sequences = [
                 _Sequence.found(index, self.message, self._tokenizer, beam)
