@@ -1,18 +1,14 @@
 """POST /v1/chat/completions: a conversation through the model's chat template, with `n` choices."""
 
-import time
-import uuid
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import RequestError
 from jaxpage.outputs import CompletionOutput
-from jaxpage.server.generation import Generation
+from jaxpage.server.answer import Form, answer
 from jaxpage.server.protocol import (
     ChatChoice,
     ChatChunk,
@@ -21,10 +17,8 @@ from jaxpage.server.protocol import (
     ChatDelta,
     ChatMessage,
     ChatRequest,
-    decode,
 )
-from jaxpage.server.service import encode, read_body, service_of
-from jaxpage.server.sse import event_response, whole_response
+from jaxpage.server.service import encode, read_request, service_of
 
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {"self", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
@@ -34,25 +28,12 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 
 async def chat_completions(http_request: Request) -> Response:
     """Answers in one piece or, with `stream`, as server-sent events."""
-    service = service_of(http_request)
-    service.check_available()
-    body = await read_body(http_request)
-    request = decode(body, ChatRequest)
-    service.check_model(request.model)
-    params = request.sampling_params(max_tokens(request))
+    request, body = await read_request(http_request, ChatRequest)
+    engine = service_of(http_request).engine
+    params = request.engine_params(max_tokens(request), engine.max_model_len)
     kwargs = template_kwargs(request)
-    token_ids = await encode(body, lambda: service.engine.encode_chat(request.messages, **kwargs))
-    request_id, created, model = f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), service.model_name
-    generation = service.admit(request_id, [token_ids], params)
-    if request.stream:
-        chunk = ChatChunk(id=request_id, created=created, model=model, choices=[])
-        return await event_response(http_request, generation, _chunks(generation, chunk, request.include_usage))
-
-    def completion(outputs: list[CompletionOutput]) -> ChatCompletion:
-        choices = [_choice(index, output) for index, output in enumerate(outputs)]
-        return ChatCompletion(id=request_id, created=created, model=model, choices=choices, usage=generation.usage)
-
-    return await whole_response(http_request, generation, completion)
+    token_ids = await encode(body, lambda: engine.encode_chat(request.messages, **kwargs))
+    return await answer(http_request, request, [token_ids], params, FORM)
 
 
 def max_tokens(request: ChatRequest) -> int | None:
@@ -73,29 +54,6 @@ def template_kwargs(request: ChatRequest) -> dict[str, Any]:
     return kwargs
 
 
-async def _chunks(generation: Generation, chunk: ChatChunk, include_usage: bool) -> AsyncIterator[ChatChunk]:
-    """A choice opens with its role, goes on with text, and closes with an empty delta and the finish reason."""
-    chunk = msgspec.structs.replace(chunk, usage=None if include_usage else UNSET)
-    num_sent: list[int | None] = [None] * generation.num_choices  # characters of each choice; None: not even the role
-    async for index, output in generation.updates():
-        already = num_sent[index]
-        if already is None:
-            already = 0
-            opening = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
-            yield msgspec.structs.replace(chunk, choices=[opening])
-        if text := output.text[already:]:
-            growth = ChatChunkChoice(index=index, delta=ChatDelta(content=text))
-            yield msgspec.structs.replace(chunk, choices=[growth])
-        num_sent[index] = len(output.text)
-        if output.finish_reason is not None:
-            closing = ChatChunkChoice(
-                index=index, delta=ChatDelta(), finish_reason=output.finish_reason, stop_reason=output.stop_reason
-            )
-            yield msgspec.structs.replace(chunk, choices=[closing])
-    if include_usage:
-        yield msgspec.structs.replace(chunk, usage=generation.usage)
-
-
 def _choice(index: int, output: CompletionOutput) -> ChatChoice:
     return ChatChoice(
         index=index,
@@ -103,3 +61,18 @@ def _choice(index: int, output: CompletionOutput) -> ChatChoice:
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
     )
+
+
+def _steps(index: int, output: CompletionOutput, num_sent: int | None) -> Iterator[ChatChunkChoice]:
+    """A choice opens with its role, goes on with text, and closes with an empty delta and the finish reason."""
+    if num_sent is None:
+        yield ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
+    if text := output.text[num_sent or 0 :]:
+        yield ChatChunkChoice(index=index, delta=ChatDelta(content=text))
+    if output.finish_reason is not None:
+        yield ChatChunkChoice(
+            index=index, delta=ChatDelta(), finish_reason=output.finish_reason, stop_reason=output.stop_reason
+        )
+
+
+FORM = Form("chatcmpl", reply=ChatCompletion, chunk=ChatChunk, choice=_choice, steps=_steps)

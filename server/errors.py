@@ -50,6 +50,8 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
     match error:
         case ApiError():
             status, message, param, code = error.status, str(error), error.param, error.code
+        case RequestError(param="beam_width"):  # which clients know as n
+            status, message, param, code = 400, str(error).replace("beam_width", "n"), "n", None
         case RequestError():
             status, message, param, code = 400, str(error), error.param, None
         case EngineDeadError():

@@ -1,6 +1,6 @@
 """The engine's streams behind one HTTP request, from the first token to the last.
 
-In: the request's streams, one per choice. Out: one merged stream of updates, which ends early and frees what it holds
+In: the request's streams, one per prompt. Out: one merged stream of updates, which ends early and frees what it holds
 in the engine when the client leaves, when the engine fails or when the server's time is up.
 """
 
@@ -10,33 +10,32 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from jaxpage.outputs import CompletionOutput
+from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.server.errors import ApiError
-from jaxpage.server.protocol import Usage
+from jaxpage.server.protocol import PromptTokensDetails, Usage
 
 if TYPE_CHECKING:
     from jaxpage.async_engine import RequestStream
 
+FAILURES = frozenset({"abort", "error"})
+"""Finish reasons of a sequence that the engine has not brought to its end."""
+
 
 class Generation:
-    """The choices of one request, prompt-major: choice `i` belongs to prompt `i // n`.
+    """The choices of one request, prompt-major: output `j` of stream `i` is choice `i * n + j`.
 
-    Each stream is pumped by its own task into a place that holds its newest output only. Outputs are cumulative, so a
-    client that reads slowly gets larger steps and never a backlog.
+    Each stream is pumped by its own task into a place that holds each choice's newest output only. Outputs are
+    cumulative, so a client that reads slowly gets larger steps and never a backlog.
     """
 
-    def __init__(
-        self,
-        streams: Sequence["RequestStream"],
-        num_prompt_tokens: int,
-        on_close: Callable[["Generation"], None],
-    ) -> None:
-        self.num_choices = len(streams)
-        self.num_prompt_tokens = num_prompt_tokens
+    def __init__(self, streams: Sequence["RequestStream"], n: int, on_close: Callable[["Generation"], None]) -> None:
         self._streams = streams
+        self._n = n
         self._on_close = on_close
         self._latest: dict[int, CompletionOutput] = {}
-        self._num_completion_tokens = [0] * len(streams)
+        self._progress: dict[int, tuple[int, str | None]] = {}
+        """Tokens and finish reason of each choice."""
+        self._num_cached_tokens = [0] * len(streams)
         self._num_open = len(streams)
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
@@ -45,11 +44,13 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Tokens so far: a prompt counts once, however many choices it has."""
-        completion_tokens = sum(self._num_completion_tokens)
+        prompt_tokens = sum(stream.num_prompt_tokens for stream in self._streams)
+        completion_tokens = sum(num_tokens for num_tokens, _ in self._progress.values())
         return Usage(
-            prompt_tokens=self.num_prompt_tokens,
+            prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
-            total_tokens=self.num_prompt_tokens + completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached_tokens)),
         )
 
     async def started(self) -> None:
@@ -70,10 +71,12 @@ class Generation:
                 return
             await self._changed.wait()
 
-    async def finished(self) -> list[CompletionOutput]:
-        """The final output of every choice. Raises what ends the request early."""
-        final = {index: output async for index, output in self.updates()}
-        return [final[index] for index in range(self.num_choices)]
+    async def finished(self) -> list[tuple[int, CompletionOutput]]:
+        """Index and final output of every choice; a beam search may have found fewer than `n`.
+
+        Raises what ends the request early.
+        """
+        return sorted({index: output async for index, output in self.updates()}.items())
 
     def fail(self, error: Exception) -> None:
         """End the request with `error`, unless it has already failed."""
@@ -89,22 +92,27 @@ class Generation:
         self._on_close(self)
 
     async def _pump(self, index: int, stream: "RequestStream") -> None:
-        finish_reason: str | None = None
         try:
-            async for request_output in stream:
-                output = request_output.outputs[0]
-                finish_reason = output.finish_reason
-                if finish_reason not in ("abort", "error"):
-                    self._num_completion_tokens[index] = len(output.token_ids)
-                    self._latest[index] = output
-                    self._changed.set()
-            if finish_reason not in ("stop", "length"):
-                raise ApiError(500, f"the engine ended the request early: {finish_reason}", code="engine_error")
+            async for output in stream:
+                self._take(index, output)
         except Exception as error:
             self.fail(error)
         finally:
             self._num_open -= 1
             self._changed.set()
+
+    def _take(self, stream_index: int, request_output: RequestOutput) -> None:
+        """Keep what has grown. Raises an error if the engine has ended one of the sequences early."""
+        self._num_cached_tokens[stream_index] = request_output.num_cached_tokens
+        for index, output in enumerate(request_output.outputs, stream_index * self._n):
+            progress = len(output.token_ids), output.finish_reason
+            if progress not in (self._progress.get(index), (0, None)) and output.finish_reason not in FAILURES:
+                self._progress[index] = progress
+                self._latest[index] = output
+                self._changed.set()
+        for output in request_output.outputs:
+            if output.finish_reason in FAILURES:
+                raise ApiError(500, f"the engine ended the request early: {output.finish_reason}", code="engine_error")
 
 
 async def unless_disconnected[T](request: Request, work: Coroutine[Any, Any, T]) -> T:

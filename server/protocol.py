@@ -4,7 +4,8 @@ In: the body of a request, any bytes at all. Out: a checked `CompletionRequest` 
 response structs are here, too; what OpenAI always sends is always sent, null included.
 
 Unknown fields are tolerated. A known field that jaxpage does not implement is refused as soon as its value would change
-the answer; the `neutral` tables list those fields and the values that would not. null is the same as absent.
+the answer; the `neutral` tables list those fields and the values that would not. So is an option of sampling in a beam
+search, and one of beam search outside of it. null is the same as absent.
 """
 
 import re
@@ -15,29 +16,22 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from jaxpage.errors import RequestError
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
-MAX_N = 128
-"""Most choices for one prompt."""
-INT64_MAX = 2**63 - 1
-
-Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=INT64_MAX)]
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Neutral = Mapping[str, tuple[object, ...]]
 
 _NEUTRAL: Neutral = {
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "cache_salt": (),
     "frequency_penalty": (0,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "length_penalty": (1,),
     "logit_bias": ({},),
     "logits_processors": ([],),
     "presence_penalty": (0,),
-    "priority": (0,),
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
@@ -45,7 +39,6 @@ _NEUTRAL: Neutral = {
     "return_tokens_as_token_ids": (False,),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
 }
 _COMPLETION_NEUTRAL: Neutral = {
     **_NEUTRAL,
@@ -75,6 +68,19 @@ _CHAT_NEUTRAL: Neutral = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+_NEUTRAL_IN_BEAM_SEARCH: Neutral = {
+    "include_stop_str_in_output": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "stop": ([],),
+    "temperature": (0,),
+    "top_k": (-1, 0),
+    "top_p": (1,),
+}
+_NEUTRAL_IN_SAMPLING: Neutral = {
+    "early_stopping": (False,),
+    "length_penalty": (1,),
+}
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -85,7 +91,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
-    """The fields that completions and chat share. Ranges are `SamplingParams`' business."""
+    """The fields that completions and chat share. Ranges are `SamplingParams`' and `BeamSearchParams`' business."""
 
     neutral: ClassVar[Neutral]
 
@@ -105,6 +111,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    priority: Int64 | None = None
+    cache_salt: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -118,30 +129,45 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 raise RequestError("stream_options is only allowed with stream=true", "stream_options")
             if self.stream_options.continuous_usage_stats:
                 raise RequestError("stream_options.continuous_usage_stats is not supported", "stream_options")
-        if self.n is not None and not 1 <= self.n <= MAX_N:
-            raise RequestError(f"n is {self.n}: it must be in [1, {MAX_N}]", "n")
-        if self.n is not None and self.n > 1 and self.temperature == 0:
-            raise RequestError(f"n is {self.n}: it must be 1 with temperature 0, as all choices would be equal", "n")
+        for name, neutral in (_NEUTRAL_IN_BEAM_SEARCH if self.use_beam_search else _NEUTRAL_IN_SAMPLING).items():
+            if (value := getattr(self, name)) is not None and not _is_among(value, neutral):
+                why = (
+                    "beam search does not use it: leave it out" if self.use_beam_search else "it needs use_beam_search"
+                )
+                raise RequestError(f"{name} is {value!r}, and {why}", name)
 
-    def sampling_params(self, max_tokens: int | None) -> list[SamplingParams]:
-        """The options of each of the `n` choices. Raises `RequestError` that names the field at fault."""
-        options: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "min_tokens": self.min_tokens,
-            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "include_stop_str_in_output": self.include_stop_str_in_output,
-            "ignore_eos": self.ignore_eos,
-            "skip_special_tokens": self.skip_special_tokens,
-        }
-        given = {name: value for name, value in options.items() if value is not None}
-        return [
-            SamplingParams(max_tokens=max_tokens, seed=choice_seed(self.seed, choice), **given)
-            for choice in range(self.n or 1)
-        ]
+    def engine_params(self, max_tokens: int | None, max_model_len: int) -> SamplingParams | BeamSearchParams:
+        """What the engine is to do with each prompt; without `max_tokens`, to the end of the context.
+
+        Raises `RequestError` that names the field at fault.
+        """
+        both = ("stop_token_ids", "ignore_eos", "skip_special_tokens")
+        if self.use_beam_search:
+            options = self._given("length_penalty", "early_stopping", *both)
+            width = 1 if self.n is None else self.n
+            return BeamSearchParams(
+                beam_width=width, max_tokens=max_model_len if max_tokens is None else max_tokens, **options
+            )
+        options = self._given(
+            *(
+                "n",
+                "temperature",
+                "top_p",
+                "top_k",
+                "min_p",
+                "seed",
+                "min_tokens",
+                "stop",
+                "include_stop_str_in_output",
+            ),
+            *both,
+        )
+        if isinstance(self.stop, str):
+            options["stop"] = (self.stop,)
+        return SamplingParams(max_tokens=max_tokens, **options)
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -163,12 +189,20 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    """What became of the prompts."""
+
+    cached_tokens: int
+    """Tokens whose KV came from the prefix cache."""
+
+
 class Usage(msgspec.Struct, kw_only=True):
     """Tokens of a request, over all its prompts and choices."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -266,16 +300,6 @@ def decode[RequestT: GenerationRequest](body: bytes, request_type: type[RequestT
         raise RequestError("the body is nested too deeply") from error
     request.check()
     return request
-
-
-def choice_seed(seed: int | None, choice: int) -> int | None:
-    """The seed of the given choice: `seed + choice`, wrapped to int64 and never -1, which would mean no seed."""
-    if seed is None or seed == -1:
-        return None
-    shifted = seed + choice
-    if seed < -1 <= shifted:
-        shifted += 1
-    return shifted if shifted <= INT64_MAX else shifted - 2**64
 
 
 def _is_among(value: object, neutral: tuple[object, ...]) -> bool:

@@ -1,6 +1,7 @@
 """What the routes share: the engine behind them, who may be served now, and the requests that are open.
 
-In: a route's HTTP request. Out: its body, within limits; its prompts admitted as a `Generation`; or the reason why not.
+In: a route's HTTP request. Out: the typed request in its body, its prompts admitted as a `Generation`, or the reason
+why not.
 """
 
 import asyncio
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.server.errors import ApiError, shutting_down
 from jaxpage.server.generation import Generation
+from jaxpage.server.protocol import GenerationRequest, decode
 
 if TYPE_CHECKING:
     from jaxpage.async_engine import AsyncEngine, RequestStream
@@ -49,23 +51,32 @@ class Service:
             message = f"the model {name!r} does not exist: this server serves {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def admit(self, request_id: str, prompts: Sequence[list[int]], choices: Sequence[SamplingParams]) -> Generation:
-        """Start every choice of every prompt; all or nothing. Raises `RequestError` or `EngineDeadError`.
+    def admit(
+        self,
+        request_id: str,
+        prompts: Sequence[list[int]],
+        params: SamplingParams | BeamSearchParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Generation:
+        """Start all prompts (token ids), each with all its choices, or none. Whoever admits must close.
 
-        `prompts`: token ids; `choices`: the options of each choice. Whoever admits must close.
+        Raises `RequestError` or `EngineDeadError`.
         """
         streams: list[RequestStream] = []
         try:
-            for token_ids in prompts:
-                for params in choices:
-                    stream_id = f"{request_id}-{len(streams)}"
-                    streams.append(self.engine.add_request(token_ids, params, request_id=stream_id))
+            for index, token_ids in enumerate(prompts):
+                stream = self.engine.add_request(
+                    token_ids, params, request_id=f"{request_id}-{index}", priority=priority, cache_salt=cache_salt
+                )
+                streams.append(stream)
         except BaseException:
             for stream in streams:
                 stream.abort()
             raise
-        num_prompt_tokens = sum(map(len, prompts))
-        generation = Generation(streams, num_prompt_tokens, on_close=self.open_generations.discard)
+        n = params.beam_width if isinstance(params, BeamSearchParams) else params.n
+        generation = Generation(streams, n, on_close=self.open_generations.discard)
         self.open_generations.add(generation)
         return generation
 
@@ -80,6 +91,18 @@ def service_of(request: Request) -> Service:
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
+
+
+async def read_request[RequestT: GenerationRequest](
+    http_request: Request, request_type: type[RequestT]
+) -> tuple[RequestT, bytes]:
+    """The checked request in the body, and the body. Raises what keeps it from being served."""
+    service = service_of(http_request)
+    service.check_available()
+    body = await read_body(http_request)
+    request = decode(body, request_type)
+    service.check_model(request.model)
+    return request, body
 
 
 async def read_body(request: Request) -> bytes:

@@ -24,7 +24,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def whole_response(
-    http_request: Request, generation: Generation, reply: Callable[[list[CompletionOutput]], msgspec.Struct]
+    http_request: Request, generation: Generation, reply: Callable[[list[tuple[int, CompletionOutput]]], msgspec.Struct]
 ) -> Response:
     """The reply made from the final outputs. Raises what ends the request early, the client's leaving included."""
     with contextlib.closing(generation):

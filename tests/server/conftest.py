@@ -75,6 +75,8 @@ def engine(shared_server: tuple[FakeEngine, str]) -> Iterator[FakeEngine]:
     yield engine
     engine.scripts.clear()
     engine.seen_params.clear()
+    engine.seen_options.clear()
+    engine.encoding_threads.clear()
     engine.max_num_seqs = 1000
     wait_until(lambda: engine.num_open == 0, "the engine holds no request")
 

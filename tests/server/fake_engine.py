@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
 from jaxpage.outputs import CompletionOutput, RequestOutput
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams, nth_seed
 
 POLL_SECONDS = 0.002
 VOCAB_SIZE = 0x110000
@@ -20,7 +20,7 @@ FOREVER = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """How the fake answers a prompt. Seeded requests get their seed in front of the text."""
+    """How the fake answers a prompt. Seeded sequences get their seed in front of the text, beams their rank."""
 
     text: str = "Hello wörld, 漢字 🦙!"
     stall_after: int = FOREVER
@@ -29,8 +29,12 @@ class Script:
     """Tokens after which `error` is raised."""
     error: Exception = field(default_factory=lambda: RuntimeError("a fault of the engine's own"))
     end_after: int = FOREVER
-    """Tokens after which the engine ends the request with `end_reason`."""
+    """Tokens after which the engine ends the request's last sequence with `end_reason`."""
     end_reason: str = "error"
+    num_beams: int = FOREVER
+    """Most sequences that a beam search finds."""
+    num_cached_tokens: int = 0
+    """Of the prompt."""
     delay: float = 0.0
     """Seconds before each token."""
 
@@ -60,7 +64,9 @@ class FakeEngine:
         self.is_shut_down = False
         self.waiting: list[FakeStream] = []
         self.running: list[FakeStream] = []
-        self.seen_params: list[SamplingParams] = []
+        self.num_resets = 0
+        self.seen_params: list[SamplingParams | BeamSearchParams] = []
+        self.seen_options: list[dict[str, Any]] = []
         self.seen_template_kwargs: list[dict[str, Any]] = []
         self.encoding_threads: list[int] = []
 
@@ -98,11 +104,24 @@ class FakeEngine:
             raise RequestError("messages is empty", "messages")
         return self.encode("".join(f"<{m.get('role')}>{_content_text(m.get('content'))}" for m in messages) + "<bot>")
 
+    async def kv_cache_snapshot(self) -> dict[str, Any]:
+        self._check_alive()
+        return {"num_used": len(self.running), "requests": [{"request_id": held.request_id} for held in self.running]}
+
+    async def reset_prefix_cache(self) -> bool:
+        self._check_alive()
+        self.num_resets += not self.running
+        return not self.running
+
     def add_request(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | BeamSearchParams,
+        *,
+        request_id: str | None = None,
+        **options: Any,
     ) -> "FakeStream":
-        if self.is_dead:
-            raise EngineDeadError("the engine process is gone")
+        self._check_alive()
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise RequestError("prompt has no tokens", "prompt")
@@ -111,30 +130,47 @@ class FakeEngine:
         if len(ids) >= self.max_model_len:
             raise RequestError(f"prompt has {len(ids)} tokens, max_model_len is {self.max_model_len}", "prompt")
         self.seen_params.append(params)
+        self.seen_options.append(options)
         text = "".join(map(chr, ids))
         script = next((script for piece, script in self.scripts.items() if piece in text), Script())
         stream = FakeStream(self, request_id or "", ids, params, script)
         self.waiting.append(stream)
         return stream
 
+    def _check_alive(self) -> None:
+        if self.is_dead:
+            raise EngineDeadError("the engine process is gone")
+
 
 class FakeStream:
-    """The answer to one request, a character at a time."""
+    """The answer to one request: every sequence grows by a character at a time; beams are shown when all is done."""
 
     def __init__(
-        self, engine: FakeEngine, request_id: str, prompt_ids: list[int], params: SamplingParams, script: Script
+        self,
+        engine: FakeEngine,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams | BeamSearchParams,
+        script: Script,
     ) -> None:
         self.request_id = request_id
         self.num_prompt_tokens = len(prompt_ids)
         self._engine = engine
         self._prompt_ids = prompt_ids
-        self._params = params
         self._script = script
-        self._text = script.text if params.seed is None else f"{params.seed}:{script.text}"
         room = engine.max_model_len - len(prompt_ids)
         self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
         self._num_tokens = 0
         self._finished = False
+        self._is_search = isinstance(params, BeamSearchParams)
+        if isinstance(params, BeamSearchParams):
+            self._stops: tuple[str, ...] = ()
+            self._texts = [f"{rank}:{script.text}" for rank in range(min(params.beam_width, script.num_beams))]
+        else:
+            self._stops = params.stop
+            seeds = [None if params.seed is None else nth_seed(params.seed, i) for i in range(params.n)]
+            self._texts = [script.text if seed is None else f"{seed}:{script.text}" for seed in seeds]
+        self._outputs = [CompletionOutput(index, "", []) for index in range(len(self._texts))]
 
     def __aiter__(self) -> Self:
         return self
@@ -142,6 +178,17 @@ class FakeStream:
     async def __anext__(self) -> RequestOutput:
         if self._finished:
             raise StopAsyncIteration
+        while not (output := await self._step()).finished and self._is_search:
+            pass
+        return output
+
+    def abort(self) -> None:
+        self._finished = True
+        for held in (self._engine.waiting, self._engine.running):
+            if self in held:
+                held.remove(self)
+
+    async def _step(self) -> RequestOutput:
         await asyncio.sleep(self._script.delay)
         while self in self._engine.waiting and len(self._engine.running) >= self._engine.max_num_seqs:
             await self._pause()
@@ -155,13 +202,15 @@ class FakeStream:
             raise self._script.error
         self._check_alive()
         self._num_tokens += 1
-        return self._output()
-
-    def abort(self) -> None:
-        self._finished = True
-        for held in (self._engine.waiting, self._engine.running):
-            if self in held:
-                held.remove(self)
+        for index, output in enumerate(self._outputs):
+            if output.finish_reason is None:
+                self._outputs[index] = self._grown(index)
+        outputs = list(self._outputs)
+        finished = all(output.finish_reason is not None for output in outputs)
+        if finished:
+            self.abort()
+        num_cached_tokens = self._script.num_cached_tokens
+        return RequestOutput(self.request_id, None, self._prompt_ids, outputs, finished, num_cached_tokens)
 
     async def _pause(self) -> None:
         self._check_alive()
@@ -172,23 +221,21 @@ class FakeStream:
             self.abort()
             raise EngineDeadError("the engine process is gone")
 
-    def _output(self) -> RequestOutput:
-        text, finish_reason, stop_reason = self._text[: self._num_tokens], None, None
-        if self._num_tokens == len(self._text):
+    def _grown(self, index: int) -> CompletionOutput:
+        whole, is_last = self._texts[index], index == len(self._texts) - 1
+        text, finish_reason, stop_reason = whole[: self._num_tokens], None, None
+        if self._num_tokens == len(whole):
             finish_reason = "stop"
-        if stops := [stop for stop in self._params.stop if stop in text]:
+        if stops := [stop for stop in self._stops if stop in text]:
             text, finish_reason, stop_reason = text[: text.index(stops[0])], "stop", stops[0]
         elif self._num_tokens == self._limit:
             finish_reason = "length"
-        elif self._num_tokens == self._script.end_after:
+        elif self._num_tokens == self._script.end_after and is_last:
             finish_reason = self._script.end_reason
-        elif finish_reason is None and any(stop.startswith(text[-1]) for stop in self._params.stop):
+        elif finish_reason is None and any(stop.startswith(text[-1]) for stop in self._stops):
             text = text[:-1]  # held back: it may be the start of a stop string
-        if finish_reason is not None:
-            self.abort()
-        token_ids = [ord(character) for character in self._text[: self._num_tokens]]
-        output = CompletionOutput(0, text, token_ids, finish_reason, stop_reason)
-        return RequestOutput(self.request_id, None, self._prompt_ids, [output], finish_reason is not None)
+        token_ids = [ord(character) for character in whole[: self._num_tokens]]
+        return CompletionOutput(index, text, token_ids, finish_reason, stop_reason)
 
 
 def _content_text(content: Any) -> str:

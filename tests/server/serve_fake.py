@@ -15,7 +15,7 @@ from fake_engine import FakeEngine, FakeStream, Script
 
 from jaxpage.config import EngineConfig, ServerConfig
 from jaxpage.errors import ModelLoadError
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.server.serve import serve
 
 
@@ -23,9 +23,14 @@ class MortalEngine(FakeEngine):
     """Dies of a prompt that says so."""
 
     def add_request(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | BeamSearchParams,
+        *,
+        request_id: str | None = None,
+        **options: Any,
     ) -> FakeStream:
-        stream = super().add_request(prompt, params, request_id=request_id)
+        stream = super().add_request(prompt, params, request_id=request_id, **options)
         self.is_dead = list(prompt) == self.encode("die")
         print(f"admitted {request_id}", flush=True)
         return stream

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxpage.errors import RequestError
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.server.protocol import ChatRequest, CompletionRequest, decode
 from jaxpage.server.service import MAX_BODY_BYTES
 
@@ -68,6 +68,8 @@ def test_a11_no_content_type_is_needed(client: httpx.Client, path: str) -> None:
             ("min_tokens", -1), ("min_tokens", 3), ("seed", 2**70), ("seed", 1.5), ("stop", ""), ("stop", [1]),
             ("stop", [""]), ("stop", {}), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("stream", "yes"),
             ("stream", 1), ("model", 5), ("ignore_eos", "no"), ("top_k", 10**30), ("stop_token_ids", [10**30]),
+            ("priority", "high"), ("priority", 1.5), ("priority", 2**63), ("cache_salt", 5), ("use_beam_search", 1),
+            ("length_penalty", "long"), ("early_stopping", "always"),
         ]
     ],
 )  # fmt: skip
@@ -107,7 +109,8 @@ def test_a11_missing_and_misshapen_fields_are_named(
             for field, value in [
                 ("logit_bias", {"5": 100}), ("presence_penalty", 0.5), ("frequency_penalty", -1),
                 ("repetition_penalty", 1.1),
-                ("bad_words", ["x"]), ("allowed_token_ids", [1]), ("prompt_logprobs", 0), ("use_beam_search", True),
+                ("bad_words", ["x"]), ("allowed_token_ids", [1]), ("prompt_logprobs", 0),
+                ("length_penalty", 2), ("early_stopping", True), ("early_stopping", "never"),
                 ("structured_outputs", {"regex": "a"}), ("guided_json", {}), ("logprobs", True), ("logprobs", 1),
                 ("response_format", {"type": "json_schema", "schema": {"type": "object"}}),
                 ("response_format", {"type": "banana"}), ("response_format", "text"),
@@ -135,7 +138,7 @@ def test_a11_neutral_values_extra_fields_and_nulls_are_accepted(client: httpx.Cl
     both = {
         "foo": 1, "user": "me", "response_format": {"type": "text"}, "logit_bias": {}, "presence_penalty": 0,
         "frequency_penalty": 0.0, "repetition_penalty": 1, "logprobs": False, "n": 1, "stop": [], "bad_words": [],
-        "use_beam_search": False, "echo": False,
+        "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "priority": 0, "echo": False,
     }  # fmt: skip
     chat = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "top_logprobs": 0, "functions": []}
     completion = {"suffix": "", "best_of": 1}
@@ -192,8 +195,7 @@ def test_a11_decoding_any_json_ends_in_a_request_or_a_request_error(
     names = st.sampled_from([*request_type.__struct_fields__, *request_type.neutral])
     body = data.draw(JSON | st.dictionaries(names, JSON, max_size=4))
     try:
-        choices = decode(json.dumps(body).encode(errors="surrogatepass"), request_type).sampling_params(max_tokens=5)
+        params = decode(json.dumps(body).encode(errors="surrogatepass"), request_type).engine_params(5, max_model_len=9)
     except RequestError:
         return
-    assert choices
-    assert all(isinstance(params, SamplingParams) for params in choices)
+    assert isinstance(params, SamplingParams | BeamSearchParams)

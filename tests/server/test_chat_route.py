@@ -33,6 +33,7 @@ def test_an_answer_has_openais_shape(client: httpx.Client) -> None:
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": len(TEXT),
         "total_tokens": num_prompt_tokens + len(TEXT),
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -172,6 +173,7 @@ def test_template_variables_are_passed_on_but_never_the_servers_own(client: http
 
 def test_every_sampling_option_reaches_the_engine(client: httpx.Client, engine: FakeEngine) -> None:
     fields = {
+        "n": 2,
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 7,
@@ -189,3 +191,9 @@ def test_every_sampling_option_reaches_the_engine(client: httpx.Client, engine: 
     [params] = engine.seen_params
     for name, value in fields.items():
         assert getattr(params, name) == (tuple(value) if isinstance(value, list) else value)
+
+
+def test_priority_and_cache_salt_reach_the_engine(client: httpx.Client, engine: FakeEngine) -> None:
+    chat(client, priority=-3, cache_salt="tenant")
+    chat(client)
+    assert engine.seen_options == [{"priority": -3, "cache_salt": "tenant"}, {"priority": 0, "cache_salt": None}]

@@ -5,7 +5,6 @@ import pytest
 from conftest import asgi, events
 from fake_engine import FakeEngine, Script
 
-from jaxpage.server.protocol import INT64_MAX, choice_seed
 from jaxpage.server.service import LONG_BODY_BYTES
 
 PROMPTS = ["red", "green blue", "one two three"]
@@ -23,7 +22,12 @@ def test_a_completion_has_openais_shape(client: httpx.Client) -> None:
     assert answer["choices"] == [
         {"index": 0, "text": TEXT[:3], "logprobs": None, "finish_reason": "length", "stop_reason": None}
     ]
-    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 def test_sixteen_tokens_unless_told_otherwise(client: httpx.Client) -> None:
@@ -58,20 +62,24 @@ def test_a04_choices_are_ordered_by_prompt_and_counted_once(
         joined[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
     assert joined == expected
     assert chunks[-1]["usage"] == answer["usage"]
+    assert len(engine.seen_params) == 2 * len(PROMPTS)  # one request a prompt: it is computed once
+
+
+def test_cached_tokens_are_summed_over_prompts_and_counted_once_per_prompt(
+    client: httpx.Client, engine: FakeEngine
+) -> None:
+    engine.scripts = {"red": Script(num_cached_tokens=2), "green": Script(num_cached_tokens=8)}
+    fields = {"prompt": PROMPTS, "n": 2, "max_tokens": 2}
+    usage = complete(client, **fields).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 10}
+    chunks = events(complete(client, stream=True, stream_options={"include_usage": True}, **fields))
+    assert chunks[-1]["usage"] == usage
 
 
 def test_a04_equal_choices_are_refused(client: httpx.Client) -> None:
     response = complete(client, n=2, temperature=0)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "n"
-
-
-@pytest.mark.parametrize(
-    ("seed", "choice", "expected"),
-    [(None, 1, None), (-1, 3, None), (7, 2, 9), (-3, 1, -2), (-3, 2, 0), (-2, 1, 0), (INT64_MAX, 1, -(2**63))],
-)
-def test_a_choice_of_a_seeded_request_is_never_unseeded(seed: int | None, choice: int, expected: int | None) -> None:
-    assert choice_seed(seed, choice) == expected
 
 
 @pytest.mark.parametrize("prompt", ["", [""], [], [[]], ["ok", ""], [[111], []]])
@@ -129,6 +137,7 @@ def test_too_many_choices_are_refused_before_any_is_started(client: httpx.Client
     assert response.status_code == 400
     assert "10000 choices" in response.json()["error"]["message"]
     assert engine.seen_params == []
+    assert engine.encoding_threads == []
 
 
 def test_a_long_body_is_encoded_off_the_event_loop(client: httpx.Client, engine: FakeEngine) -> None:

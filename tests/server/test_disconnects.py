@@ -31,13 +31,22 @@ def test_a21_a_running_request_is_aborted(
 ) -> None:  # fmt: skip
     engine.scripts["stuck"] = Script(stall_after=stall_after)
     connection = hang_up_later(url, path, **fields)
-    wait_until(lambda: len(engine.running) == fields.get("n", 1), "the request runs")
+    wait_until(lambda: len(engine.running) == 1, "the request runs")
     if stall_after and fields.get("stream"):
         assert connection.recv(100)
     with caplog.at_level(logging.WARNING):
         connection.close()
         wait_until(lambda: engine.num_open == 0, "the engine is free again")
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"stream": True, "n": 2}, {"use_beam_search": True, "stream": True}])
+def test_a21_all_prompts_of_a_request_are_aborted(url: str, engine: FakeEngine, fields: dict[str, object]) -> None:
+    engine.scripts["stuck"] = Script(stall_after=2)
+    connection = hang_up_later(url, "/v1/completions", prompt=["stuck", "stuck too", "brief"], **fields)
+    wait_until(lambda: len(engine.seen_params) == 3 and len(engine.running) == 2, "one has ended and two run")
+    connection.close()
+    wait_until(lambda: engine.num_open == 0, "the engine is free again")
 
 
 def test_a21_twenty_requests_running_and_queued_are_aborted(

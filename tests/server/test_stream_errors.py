@@ -78,6 +78,25 @@ def test_a25_one_faulty_choice_ends_its_request_and_frees_the_others(client: htt
     assert client.post("/v1/completions", json={**fields, "stream": False}).status_code == 500
 
 
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("fields", [{"n": 3, "seed": 1}, {"use_beam_search": True, "n": 3}])
+def test_a25_a_sequence_that_the_engine_ends_early_ends_all_choices(
+    client: httpx.Client, engine: FakeEngine, path: str, fields: dict[str, object]
+) -> None:
+    engine.scripts["faulty"] = Script(end_after=3)
+    response = client.post(path, json=body("faulty", **fields))
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "engine_error"
+    wait_until(lambda: engine.num_open == 0, "the other sequences are freed")
+    streamed = client.post(path, json=body("faulty", stream=True, **fields))
+    if "use_beam_search" in fields:  # nothing was sent before
+        assert streamed.status_code == 500
+    else:
+        chunks = events(streamed)
+        assert chunks[-1]["error"]["code"] == "engine_error"
+        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
+
+
 def test_d02_a_request_that_is_open_when_the_engine_dies_ends_with_an_error() -> None:
     engine = FakeEngine()
     engine.is_ready = True

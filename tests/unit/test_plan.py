@@ -46,7 +46,7 @@ def step_of(
     new_blocks: list[tuple[int, int, int, int]],
     *,
     row_forks: list[RowFork] | None = None,
-    block_copies: list[tuple[int, int, int, int, int]] | None = None,
+    block_copies: list[tuple[int, int]] | None = None,
 ) -> SchedulerOutput:
     return SchedulerOutput(row_forks or [], block_copies or [], [], [], rows, query_lens, new_blocks)
 
@@ -149,10 +149,7 @@ def test_forks_are_unpacked_as_they_were_packed_and_padding_points_out_of_range(
             RowFork(rng.randrange(num_rows), target, rng.randint(0, 2**31 - 2))
             for target in rng.sample(range(num_rows), num_forks)
         ]
-        copies = [
-            (rng.randint(1, 99), rng.randint(100, 199), rng.randrange(num_rows), rng.randrange(num_groups), 3)
-            for _ in range(num_copies)
-        ]
+        copies = [(rng.randint(1, 99), rng.randint(100, 199)) for _ in range(num_copies)]
         packed = pack_forks(step_of([], [], [], row_forks=forks, block_copies=copies), num_rows, num_groups)
         assert packed.dtype == np.int32
         plan = unpack_forks(jax.numpy.asarray(packed), num_rows)
@@ -162,13 +159,6 @@ def test_forks_are_unpacked_as_they_were_packed_and_padding_points_out_of_range(
         assert list(map(tuple, unpacked_copies[:, :num_copies].T.tolist())) == copies
         assert (row_forks[:, num_forks:] == NOWHERE).all()
         assert (unpacked_copies[:, num_copies:] == NOWHERE).all()
-
-
-def test_a_copy_whose_table_an_admission_brings_changes_no_row() -> None:
-    """A row of -1 would be the last one for JAX."""
-    packed = pack_forks(step_of([], [], [], block_copies=[(4, 5, -1, 0, 2), (6, 7, 0, 0, 2)]), 3, 1)
-    rows = np.asarray(unpack_forks(jax.numpy.asarray(packed), 3).copies)[2]
-    assert rows.tolist() == [NOWHERE, 0, NOWHERE]
 
 
 # Admissions.
