@@ -1,7 +1,7 @@
 """What a decoder-only transformer needs to know about itself. In: a Hugging Face config dict. Out: `ModelConfig`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,13 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    windows: tuple[int | None, ...]
+    """For each layer, how many positions a query sees, itself included (sliding window); None is all."""
+    attention_scale: float
+    """Multiplies the products of queries and keys."""
     norm_eps: float
     max_position_embeddings: int
     """The longest context the model is made for, RoPE scaling included."""
@@ -32,9 +35,17 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMS norm on every query and key head before the rotation (Qwen3)."""
-    sliding_window: int | None = None
-    """Positions that a query sees, itself included; None is all."""
+    """RMS norm on every query and key head before the rotation (Qwen3, Gemma 3)."""
+    local_rope: RopeConfig | None = None
+    """RoPE of the layers with a window, where it is another (Gemma 3)."""
+    attention_softcap: float | None = None
+    """Scaled scores become `softcap * tanh(scores / softcap)` (Gemma 2)."""
+    logits_softcap: float | None = None
+    """The same for the logits (Gemma 2)."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
 
 
 class UnsupportedModelError(ValueError):
@@ -49,12 +60,37 @@ def require(hf: Mapping[str, Any], *names: str) -> Any:
     raise UnsupportedModelError(f"config.json has no {' or '.join(names)}: the model cannot be built without it")
 
 
-def rope_from_hf(hf: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    """RoPE from `rope_scaling` ("rope_type" or "type") or `rope_parameters`, read as transformers 5 reads them.
+def layer_windows(hf: Mapping[str, Any], slides: Sequence[bool]) -> tuple[int | None, ...]:
+    """Each layer's window from `sliding_window` and `layer_types`; where there are none, layers slide as `slides` says.
 
-    Raises `UnsupportedModelError` for a kind that jaxpage does not know, by name.
+    Raises `UnsupportedModelError` naming a kind of layer that jaxpage does not know, or what is missing.
     """
-    scaling: dict[str, Any] = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    kinds = {"full_attention": False, "sliding_attention": True}
+    layer_types = hf.get("layer_types")
+    if layer_types is not None:
+        if unknown := set(layer_types) - kinds.keys():
+            raise UnsupportedModelError(
+                f"layer_types has {', '.join(map(repr, sorted(unknown)))}: jaxpage knows {', '.join(kinds)}"
+            )
+        if len(layer_types) != len(slides):
+            raise UnsupportedModelError(f"layer_types has {len(layer_types)} entries for {len(slides)} layers")
+        slides = [kinds[kind] for kind in layer_types]
+    window = hf.get("sliding_window", 4096)  # transformers' default for all that have one
+    if any(slides) and not window:
+        raise UnsupportedModelError(f"sliding_window is {window}, but some layers slide: it must be a size")
+    return tuple(int(window) if slide else None for slide in slides)
+
+
+def rope_from_hf(hf: Mapping[str, Any], head_dim: int) -> RopeConfig:
+    """RoPE from `rope_scaling` or `rope_parameters`. Raises as `rope_from_parameters` does."""
+    return rope_from_parameters(hf, hf.get("rope_scaling") or hf.get("rope_parameters") or {}, head_dim)
+
+
+def rope_from_parameters(hf: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int) -> RopeConfig:
+    """RoPE from `scaling` ("rope_type" or "type", and its numbers) and what stands beside it in the config `hf`.
+
+    Read as transformers 5 does. Raises `UnsupportedModelError` for a kind that jaxpage does not know, by name.
+    """
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise UnsupportedModelError(f"RoPE kind {kind!r} is not supported: jaxpage knows {', '.join(ROPE_KINDS)}")

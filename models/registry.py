@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 import jax
 import numpy as np
 
-from jaxpage.models import llama
+from jaxpage.models import gemma, llama
 from jaxpage.models.checkpoint import Checkpoint
 from jaxpage.models.config import ModelConfig, UnsupportedModelError
 from jaxpage.models.params import Params
@@ -36,10 +36,11 @@ class Model(Protocol):
     def logits(self, params: Params, hidden: jax.Array, cfg: ModelConfig) -> jax.Array: ...
 
 
-MODELS: dict[str, Model] = {
-    name: cast(Model, llama)
-    for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_ARCHITECTURES = {
+    cast(Model, llama): ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    cast(Model, gemma): ("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
 }
+MODELS: dict[str, Model] = {name: model for model, names in _ARCHITECTURES.items() for name in names}
 
 
 def model_for(architecture: str) -> Model:

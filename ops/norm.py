@@ -12,3 +12,11 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * scale).astype(x.dtype) * weight
+
+
+def zero_centered_rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """The norm of Gemma: scaled by `1 + weight`, in float32 to the end.
+
+    x: [..., embed]; weight: [embed]. Returns x's shape and dtype.
+    """
+    return rms_norm(x.astype(jnp.float32), 1 + weight.astype(jnp.float32), eps).astype(x.dtype)

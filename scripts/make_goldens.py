@@ -359,17 +359,19 @@ def make_tiny_logits() -> str:
 
     Keys are `<name>/inv_freq` and `<name>/attention_scaling`, as they are when the model has been made, and for each
     prompt length `<name>/<length>/logits` at `tiny.positions(length)` and `<name>/<length>/inv_freq`, those in force.
+    Where full and sliding layers have a RoPE each, these are of the full ones.
     """
     arrays: dict[str, Any] = {}
     for name, config in tiny.TINY.items():
         for length in tiny.PROMPT_LENGTHS[name]:
             model = load_tiny(config)  # anew, since the RoPE of "dynamic" remembers lengths
             rope = model.model.rotary_emb
-            arrays[f"{name}/inv_freq"] = rope.inv_freq.numpy().copy()
-            arrays[f"{name}/attention_scaling"] = np.array(rope.attention_scaling, np.float32)
+            prefix = "" if hasattr(rope, "inv_freq") else "full_attention_"
+            arrays[f"{name}/inv_freq"] = getattr(rope, f"{prefix}inv_freq").numpy().copy()
+            arrays[f"{name}/attention_scaling"] = np.array(getattr(rope, f"{prefix}attention_scaling"), np.float32)
             logits = model(torch.tensor([tiny.prompt(length)]), use_cache=False).logits[0]
             arrays[f"{name}/{length}/logits"] = logits[tiny.positions(length)].numpy()
-            arrays[f"{name}/{length}/inv_freq"] = rope.inv_freq.numpy().copy()
+            arrays[f"{name}/{length}/inv_freq"] = getattr(rope, f"{prefix}inv_freq").numpy().copy()
     path = GOLDEN / "tiny_logits.npz"
     np.savez_compressed(path, **arrays)
 

@@ -1,8 +1,10 @@
 """Logits of whole prompts through the paged cache: what the engine's step does, without the engine."""
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +12,19 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxpage.models import llama
+from jaxpage.kv_cache.block_pool import NULL_BLOCK_ID
+from jaxpage.kv_cache.spec import plan_layout
+from jaxpage.models import gemma, layers, llama
 from jaxpage.models.loading import open_checkpoint
 from jaxpage.models.params import load_params
 from jaxpage.models.registry import resolve_model
+from jaxpage.ops import attention
 from jaxpage.ops.attention import AttentionMetadata
+from jaxpage.ops.kv_spec import KVLayout
+from jaxpage.runner.state import empty_kv_cache
 
 BLOCK_SIZE = 16
-NUM_BLOCKS = 41  # for five sequences of MAX_LEN
+NUM_BLOCKS = 57  # for five sequences of MAX_LEN in one KV group, or one in seven
 MAX_LEN = 128
 """Longest prompt; every prompt has a block table of this width, so that all share their compiled shapes."""
 
@@ -42,21 +49,19 @@ class LoadedModel:
         self, sequences: Sequence[Sequence[int]], chunk: int = MAX_LEN, prompt_len: int | None = None
     ) -> list[np.ndarray]:
         """The same for several sequences that share each step, every one with `chunk` tokens in it."""
-        shape = (NUM_BLOCKS, 2, BLOCK_SIZE)
-        # A slot that was never written holds NaN: reading one shows.
-        cache = [
-            jnp.full((*shape, spec.num_kv_heads, spec.head_dim), jnp.nan) for spec in self.module.kv_specs(self.config)
-        ]
-        tables = _scattered_block_tables(len(sequences))
+        layout = plan_layout(self.module.kv_specs(self.config), BLOCK_SIZE)
+        cache = empty_kv_cache(layout, NUM_BLOCKS, np.dtype(np.float32))
+        # A slot that was never written holds NaN, those of the null block included: reading one shows.
+        cache = dataclasses.replace(cache, buffers=[jnp.full_like(buffer, jnp.nan) for buffer in cache.buffers])
+        tables = _scattered_block_tables(len(layout.groups), len(sequences))
+        prompt_lens = [prompt_len or len(sequence) for sequence in sequences]
         logits: list[list[np.ndarray]] = [[] for _ in sequences]
         for start in range(0, max(map(len, sequences)), chunk):
             counts = np.array([min(max(len(tokens) - start, 0), chunk) for tokens in sequences])
             ends = np.cumsum(counts)
             tokens = np.zeros(len(sequences) * chunk, np.int32)
             tokens[: ends[-1]] = [token for sequence in sequences for token in sequence[start : start + chunk]]
-            positions, metadata = _step(
-                tables, start, counts, chunk, [prompt_len or len(sequence) for sequence in sequences]
-            )
+            positions, metadata = _step(layout, tables, start, counts, chunk, prompt_lens)
             hidden, cache = self.module.forward(
                 self.params, jnp.asarray(tokens), positions, cache, metadata, self.config
             )
@@ -66,30 +71,38 @@ class LoadedModel:
         return [np.concatenate(parts) for parts in logits]
 
 
-def _scattered_block_tables(num_rows: int) -> np.ndarray:
-    """Blocks in no order, as a cache that has been in use hands them out; block 0 is the null block."""
+def _scattered_block_tables(num_groups: int, num_rows: int) -> np.ndarray:
+    """Blocks in no order, as a pool that has been in use hands them out; block 0 is the null block."""
     width = MAX_LEN // BLOCK_SIZE
-    ids = np.random.RandomState(3).permutation(np.arange(1, NUM_BLOCKS))[: num_rows * width]
-    return ids.reshape(num_rows, width).astype(np.int32)
+    ids = np.random.RandomState(3).permutation(np.arange(1, NUM_BLOCKS))[: num_groups * num_rows * width]
+    return ids.reshape(num_groups, num_rows, width).astype(np.int32)
 
 
 def _step(
-    tables: np.ndarray, start: int, counts: np.ndarray, chunk: int, prompt_lens: Sequence[int]
+    layout: KVLayout, tables: np.ndarray, start: int, counts: np.ndarray, chunk: int, prompt_lens: Sequence[int]
 ) -> tuple[jax.Array, AttentionMetadata]:
-    """Positions and metadata of a step in which row r computes `counts[r]` tokens from position `start` on."""
+    """Positions and metadata of a step in which row r computes `counts[r]` tokens from position `start` on.
+
+    Blocks that no query from `start` on sees are given up, as the engine does.
+    """
     num_tokens = len(counts) * chunk
     row = np.minimum(np.searchsorted(np.cumsum(counts), np.arange(num_tokens), side="right"), len(counts) - 1)
     query_start = np.concatenate([[0], np.cumsum(counts)])
     live = np.arange(num_tokens) < query_start[-1]
     positions = np.where(live, start + np.arange(num_tokens) - query_start[row], 0)
-    slots = tables[row, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    kept, slots = tables.copy(), []
+    for index, group in enumerate(layout.groups):
+        assert group.block_size == BLOCK_SIZE
+        kept[index, :, : group.spec.first_visible(start) // BLOCK_SIZE] = NULL_BLOCK_ID
+        slot = tables[index][row, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        slots.append(np.where(live, slot, NUM_BLOCKS * BLOCK_SIZE))
 
     def ints(values: object) -> jax.Array:
         return jnp.asarray(values, jnp.int32)
 
     metadata = AttentionMetadata(
-        slots=ints(np.where(live, slots, NUM_BLOCKS * BLOCK_SIZE)),
-        block_tables=ints(tables),
+        slots=[ints(slot) for slot in slots],
+        block_tables=ints(kept),
         query_start=ints(query_start),
         query_lens=ints(counts),
         kv_lens=ints(np.where(counts > 0, start + counts, 0)),
@@ -106,8 +119,19 @@ def compiled_ops() -> Iterator[None]:
 
     Run eagerly, attention's loop would compile at every call; and a program for each config would take minutes.
     """
-    static = {"paged_attention": ("scale", "window"), "rms_norm": ("eps",)}
+    ops: list[tuple[str, tuple[ModuleType, ...], tuple[str, ...]]] = [
+        # name, the modules that call it, its static arguments (numbers such as window or eps need not be)
+        ("paged_attention_xla", (attention,), ("max_query_len",)),
+        ("write_kv", (attention,), ()),
+        ("linear", (layers,), ()),
+        ("gated_mlp", (llama, gemma), ("activation",)),
+        ("rms_norm", (llama,), ()),
+        ("zero_centered_rms_norm", (gemma,), ()),
+        ("apply_rope", (llama, gemma), ()),
+    ]
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("paged_attention", "linear", "rms_norm", "apply_rope", "write_kv", "_mlp"):
-            patch.setattr(llama, name, jax.jit(getattr(llama, name), static_argnames=static.get(name, ())))
+        for name, modules, static in ops:
+            compiled: Callable[..., object] = jax.jit(getattr(modules[0], name), static_argnames=static)
+            for module in modules:
+                patch.setattr(module, name, compiled)
         yield

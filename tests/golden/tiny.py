@@ -38,6 +38,23 @@ _LLAMA: Config = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_WINDOW = 32
+_GEMMA: Config = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,  # not head_dim, so that a reader which forgets it is caught
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 256,
+    "sliding_window": _WINDOW,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _SHORT_FACTOR = [1.0, 1.0, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5]
 _LONG_FACTOR = [1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0]
 _ROPE_THETA = 5000.0  # not 10000, so that a reader which forgets it is caught
@@ -71,6 +88,48 @@ def _llama_with_rope_parameters(**changes: Any) -> Config:
     return copy.deepcopy(_LLAMA | changes)
 
 
+def _gemma2(**changes: Any) -> Config:
+    return copy.deepcopy(_GEMMA | {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]} | changes)
+
+
+def _gemma3(**changes: Any) -> Config:
+    config = _GEMMA | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+    return copy.deepcopy(config | changes)
+
+
+def _gemma_configs() -> dict[str, Config]:
+    # Three sliding layers to a full one: KV groups of one layer each.
+    old = {"rope_theta": _ROPE_THETA, "rope_local_base_freq": 700.0, "sliding_window_pattern": 4}
+    configs = {
+        "gemma2": _gemma2(rope_theta=_ROPE_THETA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+        # The keys that have a default in Gemma 2: its caps, and every other layer slides.
+        "gemma2_defaults": _gemma2(num_hidden_layers=3),
+        "gemma2_layer_types": _gemma2(
+            layer_types=["full_attention", *["sliding_attention"] * 3],
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": _ROPE_THETA},
+        ),
+        "gemma3": _gemma3(**old),
+        # The keys that have a default in Gemma 3: both thetas, and every sixth layer sees everything.
+        "gemma3_defaults": _gemma3(num_hidden_layers=7),
+        "gemma3_bias": _gemma3(**old, attention_bias=True, tie_word_embeddings=False, final_logit_softcapping=3.0),
+    }
+    for kind, (parameters, max_position_embeddings) in _ROPE_KINDS.items():
+        size = {"max_position_embeddings": max_position_embeddings}
+        if kind != "default":
+            configs[f"gemma3_rope_{kind}"] = _gemma3(**old | size, rope_scaling={"rope_type": kind} | parameters)
+        configs[f"gemma3_rope_{kind}_parameters"] = _gemma3(
+            layer_types=[*["sliding_attention"] * 3, "full_attention"],
+            rope_parameters={
+                "full_attention": {"rope_type": kind, "rope_theta": _ROPE_THETA} | parameters,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            },
+            **size,
+        )
+    return configs
+
+
 def _tiny_configs() -> dict[str, Config]:
     configs = {
         "llama": _llama(rope_scaling=None),
@@ -79,6 +138,9 @@ def _tiny_configs() -> dict[str, Config]:
         "llama_bias": _llama(attention_bias=True, mlp_bias=True),
         "mistral": _llama(
             model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=None, rope_theta=10000.0
+        ),
+        "mistral_sliding": _llama(
+            model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=_WINDOW, rope_theta=10000.0
         ),
         "qwen2": _llama(
             model_type="qwen2",
@@ -99,11 +161,14 @@ def _tiny_configs() -> dict[str, Config]:
             tie_word_embeddings=True,
         ),
     }
-    for name in ("mistral", "qwen2", "qwen3"):
+    for name in ("mistral", "mistral_sliding", "qwen2", "qwen3"):
         del configs[name]["mlp_bias"]
-    for name in ("mistral", "qwen2"):
+    for name in ("mistral", "mistral_sliding", "qwen2"):
         del configs[name]["attention_bias"]  # Qwen2 has it always on q, k and v, never on o
     del configs["qwen2"]["head_dim"]  # left to be hidden_size / num_attention_heads
+    # The second of its two layers slides.
+    configs["qwen2_sliding"] = copy.deepcopy(configs["qwen2"] | {"use_sliding_window": True})
+    configs |= _gemma_configs()
 
     for kind, (parameters, max_position_embeddings) in _ROPE_KINDS.items():
         size = {"max_position_embeddings": max_position_embeddings}
@@ -149,6 +214,8 @@ TINY: dict[str, Config] = _tiny_configs()
 # A prompt of 100 exceeds the original context of 64 wherever there is one; 50 is inside it. `dynamic` and `longrope`
 # have other frequencies on either side of it.
 PROMPT_LENGTHS = {name: (50, 100) if "dynamic" in name or "longrope" in name else (100,) for name in TINY}
+# Lengths around a window tell an off-by-one.
+PROMPT_LENGTHS |= dict.fromkeys(("mistral_sliding", "gemma2", "gemma3"), (_WINDOW - 1, _WINDOW, _WINDOW + 1, 128))
 
 
 def prompt(length: int) -> list[int]:
@@ -164,6 +231,7 @@ def positions(length: int) -> list[int]:
 def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Hugging Face tensor name -> shape, in the order of the layers, for any config of `TINY`."""
     hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    is_gemma = config["model_type"].startswith("gemma")
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     q_size, kv_size = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     attention_bias = config.get("attention_bias", False)
@@ -180,15 +248,18 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
         shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
         for name, size in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)):
             linear(f"{layer}.self_attn.{name}", size, hidden, attention_bias or config["model_type"] == "qwen2")
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in ("qwen3", "gemma3_text"):
             shapes[f"{layer}.self_attn.q_norm.weight"] = (head_dim,)
             shapes[f"{layer}.self_attn.k_norm.weight"] = (head_dim,)
         linear(f"{layer}.self_attn.o_proj", hidden, q_size, attention_bias)
         shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+        if is_gemma:
+            shapes[f"{layer}.pre_feedforward_layernorm.weight"] = (hidden,)
+            shapes[f"{layer}.post_feedforward_layernorm.weight"] = (hidden,)
         for name, size_out, size_in in (("gate", ffn, hidden), ("up", ffn, hidden), ("down", hidden, ffn)):
             linear(f"{layer}.mlp.{name}_proj", size_out, size_in, config.get("mlp_bias", False))
     shapes["model.norm.weight"] = (hidden,)
-    if not config.get("tie_word_embeddings", False):
+    if not config.get("tie_word_embeddings", is_gemma):
         shapes["lm_head.weight"] = (vocab, hidden)
     return shapes
 
@@ -196,10 +267,14 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 def make_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     """All tensors of `config` in float32 under their Hugging Face names; `lm_head.weight` only if it is not tied.
 
-    Norms lie in [0.75, 1.25]; the rest is scaled for logits with a standard deviation of about 2. A tensor depends
+    Norms multiply by [0.75, 1.25]; the rest is scaled for logits with a standard deviation of about 2. A tensor depends
     on its name, its shape and `seed` alone, so configs of equal shapes have equal weights.
     """
-    return {name: _tensor(name, shape, seed) for name, shape in weight_shapes(config).items()}
+    weights = {name: _tensor(name, shape, seed) for name, shape in weight_shapes(config).items()}
+    if config["model_type"].startswith("gemma"):
+        # Its models add the 1 themselves.
+        weights |= {name: weight - 1 for name, weight in weights.items() if name.endswith("norm.weight")}
+    return weights
 
 
 def _tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpage.ops.norm import rms_norm
+from jaxpage.ops.norm import rms_norm, zero_centered_rms_norm
 
 
 def reference(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -35,3 +35,12 @@ def test_half_precision_is_normed_in_float32_and_comes_back_in_its_type() -> Non
     got = rms_norm(jnp.asarray(x), np.ones(64, np.float16), 1e-6)
     assert got.dtype == jnp.float16
     np.testing.assert_allclose(np.asarray(got, np.float32), np.sign(x), rtol=1e-3)
+
+
+def test_zero_centered_norm_multiplies_by_one_more_and_rounds_once() -> None:
+    rng = np.random.default_rng(0)
+    x, weight = jnp.asarray(rng.normal(size=(5, 64)), jnp.bfloat16), jnp.asarray(rng.normal(size=64), jnp.bfloat16)
+    got = zero_centered_rms_norm(x, weight, 1e-6)
+    exact = reference(np.asarray(x, np.float32), 1 + np.asarray(weight, np.float32), 1e-6)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(jnp.asarray(exact, jnp.bfloat16), np.float32))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpage.models.config import UnsupportedModelError, rope_from_hf
+from jaxpage.models.registry import model_for
 from jaxpage.ops.rope import RopeConfig, apply_rope, inverse_frequencies, rope_cos_sin
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
@@ -20,7 +21,7 @@ GOLDEN = np.load(Path(tiny.__file__).with_name("tiny_logits.npz"))
 
 def rope_of(name: str) -> RopeConfig:
     config = tiny.TINY[name]
-    return rope_from_hf(config, config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    return model_for(config["architectures"][0]).config_from_hf(config).rope
 
 
 @pytest.mark.parametrize("name", tiny.TINY)
