@@ -260,10 +260,9 @@ class Scheduler:
         prefix = request.prefix
         if prefix is None or prefix.status is not RequestStatus.RUNNING or request.num_output_tokens:
             return None
-        # The last token is computed again: its logits are needed. Blocks are copied before the step computes anything.
-        num_tokens = request.num_prompt_tokens - 1
-        if prefix.num_computed_tokens - step.num_scheduled(prefix) < num_tokens:
-            return None
+        num_tokens = request.num_prompt_tokens - 1  # the last token is computed again: its logits are needed
+        if step.num_computed_before(prefix) < num_tokens:
+            return None  # blocks are copied before the step computes anything
         return self.kv_cache.fork(prefix.request_id, request.request_id, num_tokens)
 
     def _start(self, request: Request, step: "_Step") -> None:
@@ -351,7 +350,7 @@ class Scheduler:
         del self._requests[request.request_id]
 
     def _release(self, request: Request) -> None:
-        """Give back the blocks and rows of a request, and of all beams if it is one; copies into them are called off."""
+        """Give back the blocks and rows of a request, of all beams if it is one; copies into them are called off."""
         rows = [member.row for member in _all_members(request) if member.row >= 0]
         self._free_rows += rows
         for member in _all_members(request):
@@ -394,9 +393,15 @@ class _Step:
                 self.new_blocks.append((request.row, new.group, index, block_id))
         request.num_computed_tokens += num_tokens
 
-    def num_scheduled(self, request: Request) -> int:
-        """Tokens of a request in this step. O(requests)."""
-        return self.query_lens[self.requests.index(request)] if request in self.requests else 0
+    def num_computed_before(self, request: Request) -> int:
+        """Tokens of a running request whose KV is there before the step computes anything. O(requests).
+
+        What was found for one that this step admits counts for nothing: others may compute it in this very step.
+        """
+        if any(admitted.request is request for admitted in self.admitted):
+            return 0
+        num_scheduled = self.query_lens[self.requests.index(request)] if request in self.requests else 0
+        return request.num_computed_tokens - num_scheduled
 
     def drop(self, request: Request) -> None:
         """Take back what was scheduled of a request, if anything."""

@@ -1,210 +1,427 @@
-"""Whatever happens to requests, in whatever order: each gets its own tokens, and nothing is lost or kept.
+"""Whatever happens to requests, in whatever order: each gets what it would get alone, and nothing is lost or kept."""
 
-The scheduler drives a device made of plain lists. Its "model" reads the tokens it was given back from the KV cache,
-through its own copy of the block tables, so that a wrong, stale or shared block gives wrong tokens.
-"""
-
-from collections.abc import Iterable
+import random
+from collections import deque
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from simulated import VOCAB_SIZE, Device, expected_beams, expected_tokens
 
+from jaxpage.beam_group import BeamGroup
+from jaxpage.beam_search import BeamSearch, FinishedBeam
+from jaxpage.kv_cache.hashing import ExtraKeys
 from jaxpage.kv_cache.manager import KVCacheManager
+from jaxpage.kv_cache.spec import max_request_tokens, num_blocks_for, plan_layout
+from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.policies import load_policy
 from jaxpage.request import Request, RequestStatus
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduler import Scheduler, SchedulerOutput
+from jaxpage.wire import BeamOutput, TokenLogprobs, TokenOutput, sequence_id
 
-VOCAB_SIZE = 11
-STALE = 10**6
-"""What entries of the device's tables hold that were never written."""
+FULL, WINDOW, CHUNK = KVSpec(1, 8), KVSpec(1, 8, window=5), KVSpec(1, 8, chunk=6)
+SMALL_WINDOW = KVSpec(1, 4, window=7)
+"""Keeps half as much per token: its blocks are twice as large."""
+KINDS: dict[str, tuple[KVSpec, ...]] = {
+    "full": (FULL, FULL),
+    "window": (WINDOW, WINDOW),
+    "chunk": (CHUNK,),
+    "full and windows": (WINDOW, FULL, WINDOW, WINDOW),
+    "full and chunk": (CHUNK, FULL),
+    "full and a window of one": (FULL, KVSpec(1, 8, window=1)),
+    "unequal blocks": (FULL, SMALL_WINDOW),
+    "all": (SMALL_WINDOW, CHUNK, FULL),
+}
+BASES = ([0] * 24, [0, 1] * 12, [0, 0, 0, 0, 0, 1, 2, 0] * 3)
+"""Prompts begin alike, so that they share blocks."""
 
 
-def next_token(seen: Iterable[tuple[int, int]]) -> int:
-    """The model: a token that depends on every (position, token) before it."""
-    state = 1
-    for position, token_id in seen:
-        state = (state * 31 + position * 7 + token_id + 1) % 100_003
-    return state % VOCAB_SIZE
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How an engine is made."""
 
+    specs: tuple[KVSpec, ...] = (FULL,)
+    blocks: int = 40
+    """Usable blocks."""
+    block_size: int = 4
+    max_num_seqs: int = 4
+    budget: int = 64
+    threshold: int = 0
+    max_partial: int = 0
+    caching: bool = True
+    policy: str = "fcfs"
+    depth: int = 1
+    """Steps that are scheduled before the first of them is updated."""
 
-def expected_output(request: Request) -> tuple[list[int], str]:
-    """The tokens that the request must get, and why it ends, from its prompt and options alone."""
-    tokens = list(request.prompt_token_ids)
-    for count in range(1, request.max_tokens + 1):
-        tokens.append(next_token(enumerate(tokens)))
-        if tokens[-1] in request.stop_token_ids and count > request.params.min_tokens:
-            return tokens[request.num_prompt_tokens :], "stop"
-    return tokens[request.num_prompt_tokens :], "length"
+    @property
+    def longest(self) -> int:
+        """Most tokens whose KV a request may need."""
+        return self.longest_of(1)
+
+    def longest_of(self, num_beams: int) -> int:
+        layout = plan_layout(self.specs, self.block_size)
+        return min(max_request_tokens(layout, self.blocks // num_beams, self.threshold or self.budget), 40)
 
 
 @dataclass
-class DeviceRow:
-    """A row of the batch. Left-overs of the last request stay until they are overwritten, as on a real device."""
+class Live:
+    """A sequence or a search that has not ended."""
 
-    token_ids: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0
-    table: list[int] = field(default_factory=lambda: [STALE] * 64)
-
-
-class Device:
-    """What a device knows: rows and KV slots, changed by nothing but the scheduler's outputs."""
-
-    def __init__(self, num_rows: int, block_size: int) -> None:
-        self.rows = [DeviceRow() for _ in range(num_rows)]
-        self._block_size = block_size
-        self._kv: dict[int, tuple[int, int]] = {}
-
-    def run(self, output: SchedulerOutput) -> list[int]:
-        """One step. Returns a token for each scheduled row, -1 where the known tokens are not all computed."""
-        for admitted in output.admitted:
-            row = self.rows[admitted.row]
-            row.token_ids, row.num_computed_tokens = list(admitted.token_ids), admitted.num_computed_tokens
-        for row_index, index, block_id in output.new_blocks:
-            self.rows[row_index].table[index] = block_id
-        scheduled = [self.rows[row_index] for row_index in output.rows]
-        for row, query_len in zip(scheduled, output.query_lens, strict=True):
-            for position in range(row.num_computed_tokens, row.num_computed_tokens + query_len):
-                self._kv[self._slot(row, position)] = position, row.token_ids[position]
-            row.num_computed_tokens += query_len
-        return [self._sample(row) for row in scheduled]
-
-    def _sample(self, row: DeviceRow) -> int:
-        if row.num_computed_tokens < len(row.token_ids):
-            return -1
-        token_id = next_token(self._kv[self._slot(row, position)] for position in range(row.num_computed_tokens))
-        row.token_ids.append(token_id)
-        return token_id
-
-    def _slot(self, row: DeviceRow, position: int) -> int:
-        return row.table[position // self._block_size] * self._block_size + position % self._block_size
+    request: Request
+    search: tuple[BeamSearchParams, frozenset[int]] | None = None
+    received: list[int] = field(default_factory=list)
 
 
 class Engine:
     """Scheduler and device in step, with everything checked that must hold after each."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, threshold: int) -> None:
-        self.kv_cache = KVCacheManager(num_blocks, block_size)
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        layout = plan_layout(options.specs, options.block_size)
+        self.layout = layout
+        self.kv_cache = KVCacheManager(
+            options.blocks + 1,
+            layout,
+            max_step_tokens=options.threshold or options.budget,
+            enable_prefix_caching=options.caching,
+        )
+        self.policy = load_policy(options.policy)
         self.scheduler = Scheduler(
             self.kv_cache,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            long_prefill_token_threshold=threshold,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.budget,
+            long_prefill_token_threshold=options.threshold,
+            max_num_partial_prefills=options.max_partial,
+            policy=self.policy,
         )
-        self.device = Device(max_num_seqs, block_size)
-        self.max_num_seqs, self.budget, self.threshold = max_num_seqs, budget, threshold
-        self.live: dict[str, Request] = {}
-        """Requests that have not ended, in order of arrival."""
-        self.received: dict[str, list[int]] = {}
+        self.device = Device(options.max_num_seqs, layout)
+        self.live: dict[str, Live] = {}
+        """In order of arrival."""
+        self.finished: list[list[int]] = []
+        """Prompts with their outputs, in order of their ends."""
+        self.outputs: dict[str, list[int]] = {}
+        self.num_cached_tokens: dict[str, int] = {}
+        self.num_steps = 0
+        self._arrivals = 0
+        self._in_flight: deque[tuple[SchedulerOutput, list[int], list[TokenLogprobs | None]]] = deque()
 
-    def add(self, prompt: list[int], max_tokens: int, stops: frozenset[int] = frozenset(), min_tokens: int = 0) -> None:
-        room = self.kv_cache.max_request_tokens + 1 - len(prompt)
-        max_tokens = min(max_tokens, room)
-        params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
-        request_id = f"r{len(self.received)}"
-        self.live[request_id] = Request(request_id, prompt, params, 0, max_tokens, stops, 0.0)
-        self.received[request_id] = []
-        self.scheduler.add(self.live[request_id])
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int = 8,
+        *,
+        n: int = 1,
+        stops: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
+        priority: int = 0,
+        salt: str | None = None,
+        skip_reading: bool = False,
+    ) -> str:
+        """Queue a request of `n` sequences, cut to what fits. Returns its name."""
+        prompt = prompt[: self.options.longest]
+        max_tokens = min(max_tokens, self.options.longest + 1 - len(prompt))
+        params = SamplingParams(
+            temperature=0 if n == 1 else 1,
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            skip_reading_prefix_cache=skip_reading,
+        )
+        first, *forks = self._sequences(prompt, params, stops, n, priority, salt)
+        for fork in forks:
+            fork.prefix = first
+        first.forks = forks
+        for sequence in (first, *forks):
+            self.live[sequence.request_id] = Live(sequence)
+            self.outputs[sequence.request_id] = []
+        self.scheduler.add(first)
+        return first.request_id
+
+    def add_search(
+        self,
+        prompt: list[int],
+        params: BeamSearchParams,
+        *,
+        eos: frozenset[int] = frozenset(),
+        priority: int = 0,
+        salt: str | None = None,
+    ) -> str:
+        """Queue a search, narrower if there are not as many rows; its prompt and output are cut to what fits."""
+        width = params.beam_width
+        longest = self.options.longest_of(width)
+        while width > 1 and (width > self.options.max_num_seqs or longest < 1):
+            width -= 1
+            longest = self.options.longest_of(width)
+        prompt = prompt[:longest]
+        params = BeamSearchParams(
+            beam_width=width,
+            max_tokens=min(params.max_tokens, longest + 1 - len(prompt)),
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+        )
+        search = BeamSearch(params, eos)
+        sampling = SamplingParams(temperature=0, max_tokens=params.max_tokens)
+        beams = self._sequences(prompt, sampling, eos, width, priority, salt)
+        for beam in beams:
+            beam.num_logprobs = search.num_candidates
+        BeamGroup(search, beams)
+        self.live[beams[0].request_id] = Live(beams[0], search=(params, eos))
+        self.scheduler.add(beams[0])
+        return beams[0].request_id
 
     def abort(self, index: int) -> None:
-        """Abort one of the live requests, if there are any."""
+        """Abort one of the live sequences or searches, if there are any."""
         if self.live:
             request_id = list(self.live)[index % len(self.live)]
-            assert self.scheduler.abort(request_id) is self.live.pop(request_id)
+            assert self.scheduler.abort(request_id) is self.live.pop(request_id).request
+
+    def reset_prefix_cache(self) -> None:
+        unused = self.kv_cache.pool.usage == 0
+        assert self.kv_cache.reset_prefix_cache() == unused
+        assert not unused or self.kv_cache.pool.num_cached == 0
 
     def step(self, abort_during: int | None = None) -> None:
+        """Schedule and run a step, then take in what is due."""
         preemptions_before = self.scheduler.num_preemptions
         output = self.scheduler.schedule()
         self._check_step(output, preempted=self.scheduler.num_preemptions > preemptions_before)
-        sampled = self.device.run(output)
+        if output.requests:
+            self.num_steps += 1
+            self._in_flight.append((output, *self.device.run(output)))
+            self._check_device(output)
         if abort_during is not None:
             self.abort(abort_during)
-        for given in self.scheduler.update(output, sampled):
-            request = self.live[given.request_id]
-            self.received[given.request_id] += given.token_ids
-            if given.finish_reason is not None:
-                assert (self.received[given.request_id], given.finish_reason) == expected_output(request)
-                assert request.status is RequestStatus.FINISHED
-                del self.live[given.request_id]
+        if self._in_flight and (len(self._in_flight) == self.options.depth or not output.requests):
+            self._update(*self._in_flight.popleft())
         self.check()
 
     def drain(self) -> None:
         """Step until every request has ended, which takes a bounded number of steps."""
-        for _ in range(10_000):
-            if not self.live:
+        for _ in range(5_000):
+            if not self.live and not self._in_flight:
                 break
             self.step()
         assert not self.live, "the scheduler makes no progress"
         assert not self.scheduler.has_requests
         assert self.kv_cache.pool.usage == 0
+        assert sorted(self.scheduler._free_rows) == list(range(self.options.max_num_seqs))
+
+    def _sequences(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        stops: frozenset[int],
+        count: int,
+        priority: int,
+        salt: str | None,
+    ) -> list[Request]:
+        self._arrivals += 1
+        return [
+            Request(
+                sequence_id(f"r{self._arrivals}", index),
+                prompt,
+                params,
+                seed=1000 * self._arrivals + index,
+                max_tokens=params.max_tokens or 0,
+                stop_token_ids=stops,
+                arrival=self._arrivals,
+                index=index,
+                priority=priority,
+                extra_keys=None if salt is None else ExtraKeys(cache_salt=salt),
+            )
+            for index in range(count)
+        ]
+
+    def _update(self, output: SchedulerOutput, sampled: list[int], logprobs: list[TokenLogprobs | None]) -> None:
+        for given in self.scheduler.update(output, sampled, logprobs):
+            live = self.live[given.sequence_id]
+            if isinstance(given, BeamOutput):
+                assert live.search is not None
+                found = [
+                    FinishedBeam(tuple(s.token_ids), s.cumulative_logprob, s.score, s.finish_reason)  # type: ignore[arg-type]
+                    for s in given.sequences
+                ]
+                assert found == expected_beams(self.options.specs, live.request, *live.search)
+                self._end(live)
+                continue
+            if not live.received:
+                assert given.num_cached_tokens < live.request.num_prompt_tokens
+                if not live.request.reads_prefix_cache and live.request.prefix is None:
+                    assert given.num_cached_tokens == 0
+                self.num_cached_tokens[given.sequence_id] = given.num_cached_tokens
+            live.received += given.token_ids
+            self.outputs[given.sequence_id] = live.received
+            if given.finish_reason is not None:
+                assert (live.received, given.finish_reason) == expected_tokens(self.options.specs, live.request)
+                self._end(live)
+
+    def _end(self, live: Live) -> None:
+        assert live.request.status is RequestStatus.FINISHED
+        self.finished.append(live.request.prompt_token_ids + live.received)
+        del self.live[live.request.request_id]
 
     def _check_step(self, output: SchedulerOutput, *, preempted: bool) -> None:
-        assert bool(output.requests) == bool(self.live), (
-            "a step must do something exactly when there is something to do"
-        )
-        assert output.num_tokens <= self.budget
-        assert all(1 <= query_len <= (self.threshold or self.budget) for query_len in output.query_lens)
+        options = self.options
+        if not output.requests:
+            assert not self.live or self._in_flight, "a step must do something when there is something to do"
+            assert (output.row_forks, output.block_copies, output.admitted) == ([], [], []), "a step is not run"
+        assert output.num_tokens <= options.budget
+        assert all(1 <= query_len <= (options.threshold or options.budget) for query_len in output.query_lens)
         assert len(set(output.rows)) == len(output.rows)
         assert not (preempted and output.admitted), "a request was admitted in a step that preempted"
         assert output.rows == [request.row for request in output.requests]
+        # What a plan has room for.
+        targets = [fork.target for fork in output.row_forks]
+        assert len(set(targets)) == len(targets)
+        assert len(output.block_copies) <= options.max_num_seqs * len(self.layout.groups)
+        most = sum(len(output.rows) + output.num_tokens // group.block_size for group in self.layout.groups)
+        assert len(output.new_blocks) <= most
+
+    def _check_device(self, output: SchedulerOutput) -> None:
+        """Whether the device knows the scheduled requests as the host does."""
+        for request in output.requests:
+            row = self.device.rows[request.row]
+            assert row.num_computed_tokens == request.num_computed_tokens
+            assert row.token_ids[: row.num_computed_tokens] == request.token_ids[: request.num_computed_tokens]
+            for group, (known, table) in enumerate(
+                zip(row.tables, self.kv_cache.tables(request.request_id), strict=True)
+            ):
+                size = self.layout.groups[group].block_size
+                assert len(table) == -(-request.num_computed_tokens // size)
+                assert all(there in (0, here) for here, there in zip(known, table, strict=False))
 
     def check(self) -> None:
         """What holds between steps."""
         self.kv_cache.check_integrity()
-        running, waiting = self.scheduler.running, list(self.scheduler.waiting)
-        assert [*running, *waiting] == list(self.live.values()), "requests are not served in order of arrival"
-        rows = [request.row for request in running]
-        assert len(set(rows)) == len(rows)
-        assert set(rows) <= set(range(self.max_num_seqs))
-        for request in running:
-            table = self.kv_cache.table(request.request_id)
-            row = self.device.rows[request.row]
-            assert len(table) == -(-request.num_computed_tokens // self.kv_cache.block_size)
-            assert row.table[: len(table)] == table, "the device's block table differs"
-            assert row.num_computed_tokens == request.num_computed_tokens
-            assert row.token_ids == request.token_ids
-        for request in waiting:
-            assert (request.row, request.num_computed_tokens) == (-1, 0)
-            assert self.kv_cache.table(request.request_id) == []
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        assert waiting == sorted(waiting, key=self.policy.key)
+        known = [*running, *waiting, *(fork for request in (*running, *waiting) for fork in request.forks)]
+        assert len({id(request) for request in known}) == len(known)
+        heads = [request for request in known if request.beams is None or request is request.beams.beams[0]]
+        assert {request.request_id for request in heads} == self.live.keys()
+        owners = [r for head in heads for r in ([head] if head.beams is None else head.beams.beams)]
+        rows = [request.row for request in owners if request.row >= 0]
+        assert sorted([*rows, *self.scheduler._free_rows]) == list(range(self.options.max_num_seqs))
+        for head in heads:
+            if head in running:
+                members = [head] if head.beams is None else head.beams.live
+                first = running.index(head)
+                assert running[first : first + len(members)] == members, "the beams of a search do not stand together"
+                assert all(request.status is RequestStatus.RUNNING for request in members)
+            else:
+                assert head.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+                assert (head.row, head.num_computed_tokens) == (-1, 0)
+                assert self.kv_cache.tables(head.request_id) == [[] for _ in self.layout.groups]
+
+
+prompts = st.builds(
+    lambda base, length, tail: base[:length] + tail,
+    st.sampled_from(BASES),
+    st.integers(0, 20),
+    st.lists(st.integers(0, 2), min_size=1, max_size=3),
+)
+salts = st.sampled_from([None, None, None, "a", "bb"])
+stop_sets = st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=1)
+priorities = st.integers(-1, 1)
+
+
+@st.composite
+def engine_options(draw: st.DrawFn) -> Options:
+    """Engines that are too small for what comes, or barely large enough."""
+    specs = KINDS[draw(st.sampled_from(sorted(KINDS)))]
+    block_size = draw(st.sampled_from([1, 2, 4]))
+    max_num_seqs = draw(st.sampled_from([1, 2, 3, 4, 5, 6]))
+    budget = max_num_seqs + draw(st.integers(0, 12))
+    threshold = draw(st.one_of(st.just(0), st.integers(1, budget)))
+    needed = num_blocks_for(plan_layout(specs, block_size), draw(st.integers(4, 16)), threshold or budget)
+    return Options(
+        specs=specs,
+        blocks=needed + draw(st.integers(0, 4)),
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        budget=budget,
+        threshold=threshold,
+        max_partial=draw(st.integers(0, 2)) if threshold else 0,
+        caching=draw(st.sampled_from([True, True, False])),
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        depth=draw(st.sampled_from([1, 1, 2])),
+    )
 
 
 class SchedulerHistories(RuleBasedStateMachine):
-    """Requests come, are aborted and computed in any order, in a pool that is too small for them."""
+    """Requests come, fork, search, are aborted and computed in any order, in a pool that is too small for them."""
 
-    @initialize(
-        num_blocks=st.integers(2, 10),
-        block_size=st.sampled_from([1, 2, 4]),
-        max_num_seqs=st.integers(1, 4),
-        extra_budget=st.integers(0, 10),
-        threshold=st.integers(0, 6),
+    @initialize(options=engine_options())
+    def start(self, options: Options) -> None:
+        self.engine = Engine(options)
+
+    @rule(
+        prompt=prompts,
+        max_tokens=st.integers(1, 16),
+        n=st.sampled_from([1, 1, 2, 3]),
+        stops=stop_sets,
+        min_tokens=st.sampled_from([0, 0, 3]),
+        priority=priorities,
+        salt=salts,
+        skip_reading=st.sampled_from([False, False, False, True]),
     )
-    def start(self, num_blocks: int, block_size: int, max_num_seqs: int, extra_budget: int, threshold: int) -> None:
-        self.engine = Engine(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            budget=max_num_seqs + extra_budget,
-            threshold=threshold,
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        n: int,
+        stops: frozenset[int],
+        min_tokens: int,
+        priority: int,
+        salt: str | None,
+        skip_reading: bool,
+    ) -> None:
+        self.engine.add(
+            prompt,
+            max_tokens,
+            n=n,
+            stops=stops,
+            min_tokens=min_tokens,
+            priority=priority,
+            salt=salt,
+            skip_reading=skip_reading,
         )
 
     @rule(
-        data=st.data(),
-        max_tokens=st.integers(1, 20),
-        stops=st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=1),
-        min_tokens=st.integers(0, 5),
+        prompt=prompts,
+        width=st.integers(1, 3),
+        max_tokens=st.integers(1, 8),
+        early_stopping=st.sampled_from([False, True, "never"]),
+        eos=stop_sets,
+        priority=priorities,
+        salt=salts,
     )
-    def add(self, data: st.DataObject, max_tokens: int, stops: frozenset[int], min_tokens: int) -> None:
-        longest = min(self.engine.kv_cache.max_request_tokens, 20)
-        prompt = data.draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=longest), label="prompt")
-        self.engine.add(prompt, max_tokens, stops, min_tokens)
+    def add_a_search(
+        self,
+        prompt: list[int],
+        width: int,
+        max_tokens: int,
+        early_stopping: bool,
+        eos: frozenset[int],
+        priority: int,
+        salt: str | None,
+    ) -> None:
+        params = BeamSearchParams(beam_width=width, max_tokens=max_tokens, early_stopping=early_stopping)
+        self.engine.add_search(prompt, params, eos=eos, priority=priority, salt=salt)
+
+    @precondition(lambda self: self.engine.finished)
+    @rule(index=st.integers(0, 9), more=st.lists(st.integers(0, 2), max_size=3), max_tokens=st.integers(1, 6))
+    def add_what_follows_on_an_answer(self, index: int, more: list[int], max_tokens: int) -> None:
+        self.engine.add(self.engine.finished[index % len(self.engine.finished)] + more, max_tokens)
 
     @precondition(lambda self: self.engine.live)
     @rule(index=st.integers(0, 10))
     def abort(self, index: int) -> None:
         self.engine.abort(index)
 
-    @rule(times=st.integers(1, 5))
+    @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
         for _ in range(times):
             self.engine.step()
@@ -213,6 +430,10 @@ class SchedulerHistories(RuleBasedStateMachine):
     @rule(index=st.integers(0, 10))
     def step_with_an_abort_in_its_midst(self, index: int) -> None:
         self.engine.step(abort_during=index)
+
+    @rule()
+    def reset_the_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
 
     @invariant()
     def everything_is_consistent(self) -> None:
@@ -229,24 +450,65 @@ TestSchedulerHistories.settings = settings(
 )
 
 
+# Histories that must happen, whatever Hypothesis finds.
+
+
+def long_history(options: Options, times: int = 60) -> Engine:
+    """Requests of all kinds arrive at random, faster than they can be served, then all are served."""
+    rng = random.Random(repr(options))
+    engine = Engine(options)
+    for _ in range(times):
+        base = rng.choice(BASES)
+        prompt = base[: rng.randrange(14)] + [rng.randrange(3) for _ in range(rng.randint(1, 3))]
+        common = {"priority": rng.randint(-1, 1), "salt": rng.choice([None, None, None, "a"])}
+        match rng.randrange(4):
+            case 0:
+                params = BeamSearchParams(beam_width=rng.randint(1, 3), max_tokens=rng.randint(1, 10))
+                engine.add_search(prompt, params, **common)
+            case 1:
+                engine.add(prompt, rng.randint(1, 16), n=rng.randint(2, 3), **common)
+            case _:
+                engine.add(prompt, rng.randint(1, 16), **common)
+        for _ in range(rng.randrange(6)):
+            engine.step(abort_during=rng.randrange(99) if rng.random() < 0.03 else None)
+    engine.drain()
+    return engine
+
+
+@pytest.mark.parametrize("scale", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_history_in_a_pool_that_is_too_small_preempts_and_finds_and_gives_everyone_their_own(
+    kind: str, policy: str, depth: int, scale: int
+) -> None:
+    specs = KINDS[kind]
+    blocks = scale * num_blocks_for(plan_layout(specs, 2), 10, 7)
+    options = Options(
+        specs=specs, blocks=blocks, block_size=2, max_num_seqs=5, budget=9, threshold=7, policy=policy, depth=depth
+    )
+    engine = long_history(options)
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.kv_cache.num_hit_tokens > 0
+    assert len(engine.finished) > 60
+
+
 def test_a_pool_that_is_far_too_small_preempts_and_still_gives_every_request_its_tokens() -> None:
-    engine = Engine(num_blocks=8, block_size=4, max_num_seqs=4, budget=9, threshold=5)
-    for length in (3, 11, 1, 7, 16, 5, 2, 9):
-        engine.add([length % VOCAB_SIZE] * length, max_tokens=13)
+    engine = Engine(Options(blocks=7, max_num_seqs=4, budget=9, threshold=5))
+    names = [engine.add([length % VOCAB_SIZE] * length, max_tokens=13) for length in (3, 11, 1, 7, 16, 5, 2, 9)]
     engine.drain()
     assert engine.scheduler.num_preemptions >= 5
-    assert all(len(tokens) == 13 for tokens in engine.received.values())
+    assert all(len(engine.outputs[name]) == 13 for name in names)
 
 
 def test_requests_alone_and_together_get_the_same_tokens() -> None:
-    prompts = [[1, 2, 3], [1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
-    together = Engine(num_blocks=6, block_size=2, max_num_seqs=4, budget=5, threshold=2)
-    for prompt in prompts:
-        together.add(prompt, max_tokens=5)
+    prompts = [[1, 2, 3], [1, 2, 3], [4], [5, 6, 0, 1, 2, 3]]
+    together = Engine(Options(blocks=5, block_size=2, budget=5, threshold=2))
+    names = [together.add(prompt, max_tokens=5) for prompt in prompts]
     together.drain()
     assert together.scheduler.num_preemptions > 0
-    for request_id, prompt in zip(together.received, prompts, strict=True):
-        alone = Engine(num_blocks=40, block_size=16, max_num_seqs=1, budget=64, threshold=0)
-        alone.add(prompt, max_tokens=5)
+    for name, prompt in zip(names, prompts, strict=True):
+        alone = Engine(Options(blocks=40, block_size=16, max_num_seqs=1, caching=False))
+        alone_name = alone.add(prompt, max_tokens=5)
         alone.drain()
-        assert alone.received["r0"] == together.received[request_id]
+        assert alone.outputs[alone_name] == together.outputs[name]

@@ -1,0 +1,178 @@
+"""A device made of plain lists that does what the compiled programs do, and a model whose every token depends on all KV.
+
+The model has a layer per KV spec. What a layer keeps of a token is a digest of everything that this token has seen in
+the layers before, as in a real model, so that any wrong, stale, freed or shared block gives wrong tokens.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from jaxpage.beam_search import BeamSearch, FinishedBeam
+from jaxpage.ops.kv_spec import KVLayout, KVSpec
+from jaxpage.request import Request
+from jaxpage.sampling_params import BeamSearchParams
+from jaxpage.scheduler import SchedulerOutput
+from jaxpage.wire import TokenLogprobs
+
+VOCAB_SIZE = 7
+STALE = 10**6
+"""What entries of the device's tables hold that were never written."""
+MAX_BLOCKS = 64
+"""Length of the device's block tables."""
+
+
+def embed(position: int, token_id: int, salt: str | None) -> int:
+    """What the first layer keeps. A real model knows no salts; here it does, so that sharing across them is noticed."""
+    return hash((position, token_id, len(salt or "")))
+
+
+def candidates(hidden: int, count: int) -> list[tuple[int, float]]:
+    """The most probable next tokens with something like their log-probabilities, best first."""
+    logprobs = [(token_id, -(hash((hidden, token_id)) % 997) / 100 - 0.01) for token_id in range(VOCAB_SIZE)]
+    return sorted(logprobs, key=lambda pair: -pair[1])[:count]
+
+
+def draw(hidden: int, request: Request) -> int:
+    """The next token: the most probable one, or what the request's seed makes of it."""
+    if request.params.greedy:
+        return candidates(hidden, 1)[0][0]
+    return hash((hidden, request.seed)) % VOCAB_SIZE
+
+
+@functools.cache
+def kept(specs: tuple[KVSpec, ...], token_ids: tuple[int, ...], salt: str | None) -> tuple[list[int], ...]:
+    """The model without a cache: what each layer keeps of each token, and as the last entry what comes out of all."""
+    if not token_ids:
+        return tuple([] for _ in range(len(specs) + 1))
+    layers = [list(values) for values in kept(specs, token_ids[:-1], salt)]
+    position = len(token_ids) - 1
+    hidden = embed(position, token_ids[-1], salt)
+    for spec, values in zip(specs, layers, strict=False):
+        values.append(hidden)
+        hidden = hash(tuple(values[spec.first_visible(position) :]))
+    layers[-1].append(hidden)
+    return tuple(layers)
+
+
+def salt_of(request: Request) -> str | None:
+    return request.extra_keys.cache_salt if request.extra_keys is not None else None
+
+
+def expected_tokens(specs: tuple[KVSpec, ...], request: Request) -> tuple[list[int], str]:
+    """The tokens that the request must get, and why it ends, from its prompt and options alone."""
+    tokens = list(request.prompt_token_ids)
+    for count in range(1, request.max_tokens + 1):
+        tokens.append(draw(kept(specs, tuple(tokens), salt_of(request))[-1][-1], request))
+        if tokens[-1] in request.stop_token_ids and count > request.params.min_tokens:
+            return tokens[request.num_prompt_tokens :], "stop"
+    return tokens[request.num_prompt_tokens :], "length"
+
+
+def expected_beams(
+    specs: tuple[KVSpec, ...], request: Request, params: BeamSearchParams, eos: frozenset[int]
+) -> list[FinishedBeam]:
+    """What a search must find: the algorithm run on the model itself."""
+    search = BeamSearch(params, eos)
+    live = [tuple(request.prompt_token_ids)]
+    while live:
+        found = [candidates(kept(specs, tokens, salt_of(request))[-1][-1], search.num_candidates) for tokens in live]
+        live = [(*live[beam.source], beam.token_id) for beam in search.advance(found)]
+    return search.results()
+
+
+@dataclass
+class DeviceRow:
+    """A row of the batch. Left-overs of the last request stay until they are overwritten, as on a real device."""
+
+    tables: list[list[int]]
+    token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    request: Request | None = None
+    """For its options: seed, temperature, salt, candidates."""
+
+    def copy(self) -> "DeviceRow":
+        tables = [list(table) for table in self.tables]
+        return DeviceRow(tables, list(self.token_ids), self.num_computed_tokens, self.request)
+
+
+class Device:
+    """What a device knows: rows and pages of KV, changed by nothing but the scheduler's outputs."""
+
+    def __init__(self, num_rows: int, layout: KVLayout) -> None:
+        self.rows = [DeviceRow([[STALE] * MAX_BLOCKS for _ in layout.groups]) for _ in range(num_rows)]
+        self._layout = layout
+        self._pages: dict[tuple[int, int], dict[int, int]] = {}
+        """(array, block id) -> offset -> what is kept there."""
+
+    def run(self, output: SchedulerOutput) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """One step. Returns a token for each scheduled row, -1 where the known tokens are not all computed."""
+        self._prepare(output)
+        scheduled = [self.rows[row_index] for row_index in output.rows]
+        hidden: list[list[int]] = []
+        for row, query_len in zip(scheduled, output.query_lens, strict=True):
+            positions = range(row.num_computed_tokens, row.num_computed_tokens + query_len)
+            assert row.request is not None
+            hidden.append([embed(position, row.token_ids[position], salt_of(row.request)) for position in positions])
+        for layer in range(len(self._layout.layers)):
+            for row, values in zip(scheduled, hidden, strict=True):
+                self._write(layer, row, values)
+            hidden = [self._attend(layer, row, len(values)) for row, values in zip(scheduled, hidden, strict=True)]
+        for row, query_len in zip(scheduled, output.query_lens, strict=True):
+            row.num_computed_tokens += query_len
+        results = [self._sample(row, values[-1]) for row, values in zip(scheduled, hidden, strict=True)]
+        return [token_id for token_id, _ in results], [logprobs for _, logprobs in results]
+
+    def _prepare(self, output: SchedulerOutput) -> None:
+        forked = [self.rows[fork.source].copy() for fork in output.row_forks]
+        for fork, row in zip(output.row_forks, forked, strict=True):
+            row.token_ids[-1] = fork.token_id
+            self.rows[fork.target] = row
+        for source, target in output.block_copies:
+            for buffer in range(self._layout.num_buffers):
+                self._pages[buffer, target] = dict(self._pages.get((buffer, source), {}))
+        for admitted in output.admitted:
+            row = self.rows[admitted.row]
+            row.request = admitted.request
+            row.token_ids, row.num_computed_tokens = list(admitted.token_ids), admitted.num_computed_tokens
+            for table, block_ids in zip(row.tables, admitted.block_tables, strict=True):
+                table[: len(block_ids)] = block_ids
+        for row_index, group, index, block_id in output.new_blocks:
+            self.rows[row_index].tables[group][index] = block_id
+
+    def _write(self, layer: int, row: DeviceRow, values: Sequence[int]) -> None:
+        for position, value in enumerate(values, row.num_computed_tokens):
+            page, offset = self._place(layer, row, position)
+            self._pages.setdefault(page, {})[offset] = value
+
+    def _attend(self, layer: int, row: DeviceRow, query_len: int) -> list[int]:
+        start, end = row.num_computed_tokens, row.num_computed_tokens + query_len
+        spec = self._layout.groups[self._layout.layers[layer][0]].spec
+        first = spec.first_visible(start)
+        seen = list(self._read(layer, row, range(first, end)))
+        return [
+            hash(tuple(seen[spec.first_visible(position) - first : position + 1 - first]))
+            for position in range(start, end)
+        ]
+
+    def _read(self, layer: int, row: DeviceRow, positions: range) -> Iterable[int]:
+        for position in positions:
+            page, offset = self._place(layer, row, position)
+            yield self._pages[page][offset]  # a KeyError: KV that was never written
+
+    def _place(self, layer: int, row: DeviceRow, position: int) -> tuple[tuple[int, int], int]:
+        group, buffer = self._layout.layers[layer]
+        index, offset = divmod(position, self._layout.groups[group].block_size)
+        block_id = row.tables[group][index]
+        assert 0 < block_id < STALE, "KV of the null block, or of none, is used"
+        return (buffer, block_id), offset
+
+    def _sample(self, row: DeviceRow, hidden: int) -> tuple[int, TokenLogprobs | None]:
+        if row.num_computed_tokens < len(row.token_ids):
+            return -1, None
+        assert row.request is not None
+        token_id = draw(hidden, row.request)
+        row.token_ids.append(token_id)
+        if row.request.num_logprobs < 0:
+            return token_id, None
+        return token_id, TokenLogprobs(0.0, 1, candidates(hidden, row.request.num_logprobs))
