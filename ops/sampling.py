@@ -62,9 +62,9 @@ class TokenLogprobs:
 def token_logprobs(logits: jax.Array, tokens: jax.Array, wanted: jax.Array, k: int) -> TokenLogprobs:
     """Log-probabilities of the distribution before any option changes it, if any row has `wanted` >= 0.
 
-    logits: [rows, vocab] float32; tokens, wanted: [rows] int32; k: alternatives to report, at most the vocabulary.
+    logits: [rows, vocab] float32; tokens, wanted: [rows] int32; k: alternatives to report, at most the vocabulary are.
     """
-    rows = logits.shape[0]
+    rows, k = logits.shape[0], min(k, logits.shape[1])
 
     def compute() -> TokenLogprobs:
         logprobs = jax.nn.log_softmax(logits, axis=-1)

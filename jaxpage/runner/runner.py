@@ -9,25 +9,24 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpage.config import EngineConfig
-from jaxpage.errors import ConfigError, ModelLoadError
-from jaxpage.kv_cache.spec import max_request_tokens, num_blocks_for, plan_layout
+from jaxpage.errors import ModelLoadError
+from jaxpage.kv_cache.spec import max_request_tokens, plan_layout
 from jaxpage.models.checkpoint import Checkpoint
 from jaxpage.models.config import UnsupportedModelError
 from jaxpage.models.packaged import cache_dir
 from jaxpage.models.params import load_params
 from jaxpage.models.registry import resolve_model
 from jaxpage.ops.attention import KVCache
-from jaxpage.ops.kv_spec import KVLayout
 from jaxpage.runner.buckets import Bucket, choose_bucket, first_buckets, make_buckets
 from jaxpage.runner.plan import admission_size, empty_step, pack_admission, pack_forks, pack_step
 from jaxpage.runner.programs import ProgramStore
+from jaxpage.runner.resolve import resolve_dtype, resolve_max_model_len, resolve_num_blocks
 from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
 from jaxpage.runner.step import ProgramConfig, StepResult, compile_admit, compile_fork, compile_step, on_device
 from jaxpage.sampling_params import MAX_BEAM_CANDIDATES, MAX_STOP_TOKEN_IDS
@@ -37,8 +36,6 @@ from jaxpage.wire import TokenLogprobs
 logger = logging.getLogger(__name__)
 
 _MAX_COMPILE_THREADS = 4
-_CPU_KV_BYTES = 2 * 2**30
-"""Most memory the KV cache takes on a CPU unless `num_blocks` says otherwise: other programs live there, too."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +61,13 @@ class Runner:
             self._model, self.model_config = resolve_model(checkpoint)
         except UnsupportedModelError as error:
             raise ModelLoadError(f"{checkpoint.path}: {error}") from error
-        dtype = _resolve_dtype(config.dtype, devices[0].platform)
+        dtype = resolve_dtype(config.dtype, devices[0].platform)
         self._params = load_params(self._model.param_specs(self.model_config), checkpoint, dtype, self._mesh)
         logger.info("weights loaded as %s in %.1f s", dtype, time.perf_counter() - started)
 
         self.layout = plan_layout(self._model.kv_specs(self.model_config), config.block_size)
-        wanted_len = _resolve_max_model_len(config, self.model_config.max_position_embeddings)
-        self.num_blocks = _resolve_num_blocks(config, self.layout, dtype, wanted_len, devices[0])
+        wanted_len = resolve_max_model_len(config, self.model_config.max_position_embeddings)
+        self.num_blocks = resolve_num_blocks(config, self.layout, dtype, wanted_len, devices[0])
         fitting_len = max_request_tokens(self.layout, self.num_blocks - 1, config.max_step_tokens)
         self.max_model_len = min(wanted_len, fitting_len)
         if self.max_model_len < wanted_len:
@@ -87,7 +84,7 @@ class Runner:
             ),
             replicated,
         )
-        self._program_config = ProgramConfig(self.model_config, min(MAX_BEAM_CANDIDATES, self.model_config.vocab_size))
+        self._program_config = ProgramConfig(self.model_config, MAX_BEAM_CANDIDATES)
         self._buckets = make_buckets(config.max_num_seqs, config.max_num_batched_tokens)
         self._capacities = _admission_capacities(self.max_model_len)
         folder = Path(config.compile_cache_dir) if config.compile_cache_dir else cache_dir() / "programs"
@@ -211,58 +208,6 @@ class Runner:
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-
-
-def _resolve_dtype(dtype: str, platform: str) -> np.dtype[Any]:
-    if dtype == "auto":
-        dtype = "float32" if platform == "cpu" else "bfloat16"
-        logger.info("dtype=%s (default on %s)", dtype, platform)
-    return np.dtype(dtype)
-
-
-def _resolve_max_model_len(config: EngineConfig, longest: int) -> int:
-    if config.max_model_len is None:
-        logger.info("max_model_len=%d (the model's context)", longest)
-        return longest
-    if config.max_model_len > longest:
-        raise ConfigError(f"--max-model-len is {config.max_model_len}, the model's context is {longest}: lower it")
-    return config.max_model_len
-
-
-def _resolve_num_blocks(
-    config: EngineConfig, layout: KVLayout, dtype: np.dtype[Any], max_model_len: int, device: jax.Device
-) -> int:
-    """Blocks in the pool, the null block included."""
-    if config.num_blocks is not None:
-        return config.num_blocks
-    page = layout.groups[0]
-    block_bytes = layout.num_buffers * page.block_size * page.spec.token_elements * dtype.itemsize
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    free = stats["bytes_limit"] - stats["bytes_in_use"] if stats else _available_host_memory()
-    budget = config.kv_memory_fraction * free
-    if device.platform == "cpu":
-        budget = min(budget, _CPU_KV_BYTES)
-    useful = config.max_num_seqs * num_blocks_for(layout, max_model_len, config.max_step_tokens) + 1
-    num_blocks = min(int(budget // block_bytes), useful)
-    if num_blocks < 2:
-        raise ConfigError(
-            f"{free / 2**30:.2f} GiB free do not hold two KV blocks of {block_bytes / 2**20:.1f} MiB: "
-            "raise --kv-memory-fraction or lower --block-size"
-        )
-    logger.info(
-        "num_blocks=%d (%.2f GiB in %d KV groups; %.2f of %.2f GiB free, as much as is of use%s)",
-        *(num_blocks, num_blocks * block_bytes / 2**30, len(layout.groups)),
-        *(config.kv_memory_fraction, free / 2**30, ", at most 2 GiB on a CPU" if device.platform == "cpu" else ""),
-    )
-    return num_blocks
-
-
-def _available_host_memory() -> int:
-    """Bytes that new processes could use without swapping (Linux)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("/proc/meminfo does not say MemAvailable: set --num-blocks")
 
 
 def _admission_capacities(max_model_len: int) -> list[int]:

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxpage.ops.sampling import SamplingState, _filter, sample
+from jaxpage.ops.sampling import SamplingState, TokenLogprobs, _filter, sample, token_logprobs
 from jaxpage.sampling_params import SamplingParams
 
 ROWS, VOCAB = 8, 97
 NUM_DRAWS = 4096
 UNUSED = 2**31 - 1
 run_sample, run_filter = jax.jit(sample), jax.jit(_filter)
+run_logprobs = jax.jit(token_logprobs, static_argnames="k")
 DEFAULTS: dict[str, Any] = {
     "temperature": 1.0,
     "top_k": 0,
@@ -248,3 +249,53 @@ def test_stop_tokens_are_masked_before_the_minimum_position_only() -> None:
         {"temperature": 0.0, "stop_token_ids": (20, 30)},
     ]
     assert draw(logits, rows) == [40, 40, 30, 20, 20, 20, 20, 20]
+
+
+# Log-probabilities.
+
+
+def logprobs_of(logits: np.ndarray, tokens: Sequence[int], wanted: Sequence[int], k: int) -> TokenLogprobs:
+    got = run_logprobs(jnp.asarray(logits), jnp.asarray(tokens, jnp.int32), jnp.asarray(wanted, jnp.int32), k=k)
+    return jax.tree.map(np.asarray, got)
+
+
+def exact_logprobs(logits: np.ndarray) -> np.ndarray:
+    exact = logits.astype(np.float64)
+    return exact - np.logaddexp.reduce(exact, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("k", [1, 5, VOCAB, VOCAB + 1, 500])
+@pytest.mark.parametrize("scale", [0.1, 1, 10, 1000])
+def test_log_probabilities_equal_the_float64_reference(k: int, scale: float) -> None:
+    """Also with a vocabulary smaller than `k`, of which all tokens are reported."""
+    logits = random_logits(1) * np.float32(scale) / 3
+    tokens = np.random.default_rng(2).integers(VOCAB, size=ROWS)
+    expected = exact_logprobs(logits)
+    got = logprobs_of(logits, tokens.tolist(), [0] * ROWS, k)
+    tolerance = 1e-5 * max(1, scale)  # float32 holds a logit of 3000 to 1e-4
+    of_tokens = expected[np.arange(ROWS), tokens]
+    np.testing.assert_allclose(got.token, of_tokens, atol=tolerance)
+    assert got.rank.tolist() == (1 + np.sum(expected > of_tokens[:, None], axis=-1)).tolist()
+    assert got.top_ids.tolist() == np.argsort(-expected, axis=-1, kind="stable")[:, :k].tolist()
+    assert got.top_ids.shape == got.top.shape == (ROWS, min(k, VOCAB))
+    np.testing.assert_allclose(got.top, np.take_along_axis(expected, got.top_ids, axis=-1), atol=tolerance)
+
+
+def test_the_most_probable_token_has_rank_one_and_equals_share_a_rank() -> None:
+    logits = np.zeros((4, VOCAB), np.float32)
+    logits[:, 7], logits[:, [3, 50]] = 2, 1
+    got = logprobs_of(logits, [7, 3, 50, 0], [0] * 4, 4)
+    assert got.rank.tolist() == [1, 2, 2, 4]
+    assert got.top_ids[0].tolist() == [7, 3, 50, 0]
+
+
+@pytest.mark.parametrize("asking", [0, 3, ROWS - 1])
+def test_one_row_that_asks_is_enough_and_none_gives_zeros(asking: int) -> None:
+    logits = random_logits(3)
+    wanted = [-1] * ROWS
+    nothing = logprobs_of(logits, [5] * ROWS, wanted, 4)
+    assert not any(field.any() for field in jax.tree.leaves(nothing))
+    wanted[asking] = 0
+    got = logprobs_of(logits, [5] * ROWS, wanted, 4)
+    np.testing.assert_allclose(got.token[asking], exact_logprobs(logits)[asking, 5], atol=1e-5)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), nothing) == jax.tree.map(lambda a: (a.shape, a.dtype), got)
