@@ -11,18 +11,20 @@ Importing it touches no accelerator, sets no environment variable and does not i
 from jaxpage.config import EngineConfig, ServerConfig
 from jaxpage.errors import ConfigError, EngineDeadError, JaxpageError, ModelLoadError, RequestError
 from jaxpage.llm import LLM
-from jaxpage.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
     "EngineDeadError",
     "JaxpageError",
+    "Logprob",
     "ModelLoadError",
     "RequestError",
     "RequestMetrics",

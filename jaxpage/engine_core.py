@@ -48,6 +48,7 @@ class EngineCore:
 
         Raises `ModelLoadError` or `ConfigError`.
         """
+        policy = load_policy(config.scheduling_policy)  # before the weights: a mistake is told at once
         checkpoint = open_checkpoint(config.model)
         self.runner = Runner(config, checkpoint)
         self.scheduler = Scheduler(
@@ -61,7 +62,7 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             max_num_partial_prefills=config.max_num_partial_prefills,
-            policy=load_policy(config.scheduling_policy),
+            policy=policy,
         )
         self._eos_token_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)[:MAX_STOP_TOKEN_IDS]
         self._num_arrived = 0

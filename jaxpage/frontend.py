@@ -94,9 +94,11 @@ class _Sequence:
         self._decoder = IncrementalDecoder(tokenizer, message.params.skip_special_tokens, message.prompt_token_ids)
         self._text = StopText(message.params)
         self._stop_reason: int | str | None = None
-        self._cumulative_logprob: float | None = None
-        self._logprobs: list[dict[int, Logprob]] | None = None
+        asked = message.params.logprobs is not None
+        self._cumulative_logprob: float | None = 0.0 if asked else None
+        self._logprobs: list[dict[int, Logprob]] | None = [] if asked else None
         self._score: float | None = None
+        self._newest: CompletionOutput | None = None
 
     @classmethod
     def found(cls, index: int, message: wire.AddRequest, tokenizer: Tokenizer, beam: wire.BeamSequence) -> "_Sequence":
@@ -111,13 +113,15 @@ class _Sequence:
         """Take in new tokens; returns whether a stop string has ended the sequence before the engine did."""
         if self.finish_reason is not None:
             return False
+        self._newest = None
         params = self._params
         reason, stop_reason = output.finish_reason, output.stop_token_id
         stopped: str | None = None
         for position, token_id in enumerate(output.token_ids):
             self._token_ids.append(token_id)
-            if output.logprobs is not None:
-                self._add_logprobs(token_id, output.logprobs)
+            if output.logprobs is not None and self._logprobs is not None:
+                self._logprobs.append(self._logprobs_at(token_id, output.logprobs))
+                self._cumulative_logprob = (self._cumulative_logprob or 0.0) + output.logprobs.logprob
             ends_here = reason == "stop" and position == len(output.token_ids) - 1
             # The token that ends the output is no part of its text.
             delta = "" if ends_here else self._decoder.add([token_id])
@@ -135,29 +139,30 @@ class _Sequence:
     def end(self, reason: str) -> None:
         """End the sequence from outside, unless it has ended."""
         if self.finish_reason is None:
+            self._newest = None
             self.finish_reason = reason
             self._text.finish("", may_stop=False)
 
     def output(self) -> CompletionOutput:
-        """The sequence so far."""
-        return CompletionOutput(
-            self._index,
-            self._text.visible,
-            list(self._token_ids),
-            self.finish_reason,
-            self._stop_reason,
-            self._cumulative_logprob,
-            None if self._logprobs is None else list(self._logprobs),
-            self._score,
-        )
+        """The sequence so far; the same object until there is more of it."""
+        if self._newest is None:
+            self._newest = CompletionOutput(
+                self._index,
+                self._text.visible,
+                list(self._token_ids),
+                self.finish_reason,
+                self._stop_reason,
+                self._cumulative_logprob,
+                None if self._logprobs is None else list(self._logprobs),
+                self._score,
+            )
+        return self._newest
 
-    def _add_logprobs(self, token_id: int, found: wire.TokenLogprobs) -> None:
+    def _logprobs_at(self, token_id: int, found: wire.TokenLogprobs) -> dict[int, Logprob]:
         ranked = {alternative: (logprob, rank) for rank, (alternative, logprob) in enumerate(found.top, 1)}
         ranked = {token_id: (found.logprob, found.rank)} | ranked
         decode = self._tokenizer.decode
-        entry = {i: Logprob(logprob, rank, decode([i], False)) for i, (logprob, rank) in ranked.items()}
-        self._logprobs = [*(self._logprobs or ()), entry]
-        self._cumulative_logprob = (self._cumulative_logprob or 0.0) + found.logprob
+        return {i: Logprob(logprob, rank, decode([i], False)) for i, (logprob, rank) in ranked.items()}
 
 
 class StopText:

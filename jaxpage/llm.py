@@ -3,6 +3,7 @@
 import os
 import random
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,8 @@ class _RemoteEngine:
         self.pid = self._process.pid
         self._stats: dict[str, float] = {}
         self._num_calls = 0
+        self._early: deque[wire.Outputs] = deque()
+        """What came while a call was waited for."""
         try:
             ready = self._next()
             assert isinstance(ready, wire.Ready), "an engine is ready before it says anything else"
@@ -73,7 +76,7 @@ class _RemoteEngine:
         self._process.requests.send_multipart(envelope(message))
 
     def receive(self) -> list[wire.TokenOutput | wire.BeamOutput]:
-        message = self._next()
+        message = self._early.popleft() if self._early else self._next()
         assert isinstance(message, wire.Outputs)
         self._stats = message.stats
         return message.outputs
@@ -81,9 +84,9 @@ class _RemoteEngine:
     def call(self, utility: str) -> Any:
         self._num_calls += 1
         self._process.requests.send_multipart(envelope(wire.Call(self._num_calls, utility)))
-        # Nobody reads outputs between two batches: what still comes belongs to requests that were stopped.
         while not isinstance(message := self._next(), wire.Returned):
-            pass
+            assert isinstance(message, wire.Outputs)
+            self._early.append(message)
         return message.result
 
     def stats(self) -> dict[str, float]:
@@ -125,6 +128,8 @@ class LLM:
         self._close = weakref.finalize(self, self._engine.close)
         self._seeds = random.Random(self.config.seed)
         self._num_requests = 0
+        self._unfinished: dict[str, tuple[OpenRequest, deque[RequestOutput]]] = {}
+        """Every sequence under way, by what the engine calls it, and where its outputs are waited for."""
 
     @property
     def max_model_len(self) -> int:
@@ -167,7 +172,9 @@ class LLM:
         anything runs when one of the requests cannot be served, and `EngineDeadError` when the engine dies.
         """
         batch = _as_batch(prompts)
-        params = _per_prompt("sampling_params", sampling_params or SamplingParams(), len(batch))
+        params = _per_prompt(
+            "sampling_params", SamplingParams() if sampling_params is None else sampling_params, len(batch)
+        )
         priorities = _per_prompt("priority", priority, len(batch))
         requests = [
             self._open(prompt, one, its_priority, cache_salt)
@@ -260,26 +267,39 @@ class LLM:
         return [results[request.request_id] for request in requests]
 
     def _outputs(self, requests: list[OpenRequest]) -> Iterator[RequestOutput]:
-        """Send requests and give their outputs as they come, until all are finished."""
+        """Send requests and give their outputs as they come, until all are finished. Others may be under way, too."""
+        outputs: deque[RequestOutput] = deque()
+        sequence_ids = [sequence_id for request in requests for sequence_id in request.sequence_ids]
+        num_open = len(requests)
         self._check_open()
-        unfinished = {sequence_id: request for request in requests for sequence_id in request.sequence_ids}
-        for request in requests:
-            self._engine.send(request.message)
         try:
-            while unfinished:
-                for output in self._engine.receive():
-                    sequence_id = output.sequence_id
-                    if (request_of := unfinished.get(sequence_id)) is None:
-                        continue  # stopped meanwhile, or left over from a batch that was interrupted
-                    result, must_abort = request_of.take(output)
-                    if must_abort:
-                        self._engine.send(wire.AbortRequests([sequence_id]))
-                    if must_abort or output.finish_reason is not None:
-                        del unfinished[sequence_id]
-                    yield result
+            for request in requests:
+                self._unfinished.update(dict.fromkeys(request.sequence_ids, (request, outputs)))
+                self._engine.send(request.message)
+            while num_open:
+                while not outputs:
+                    self._check_open()
+                    self._deliver(self._engine.receive())
+                output = outputs.popleft()
+                num_open -= output.finished
+                yield output
         finally:
-            if unfinished and self._close.alive:  # interrupted: the next batch starts clean
-                self._engine.send(wire.AbortRequests(list(unfinished)))
+            left = [sequence_id for sequence_id in sequence_ids if self._unfinished.pop(sequence_id, None) is not None]
+            if left and self._close.alive:  # interrupted: the next batch starts clean
+                self._engine.send(wire.AbortRequests(left))
+
+    def _deliver(self, outputs: list[wire.TokenOutput | wire.BeamOutput]) -> None:
+        """Hand a step's outputs to whoever waits for them."""
+        for output in outputs:
+            if (found := self._unfinished.get(output.sequence_id)) is None:
+                continue  # stopped meanwhile
+            request, waiting = found
+            result, must_abort = request.take(output)
+            if must_abort:
+                self._engine.send(wire.AbortRequests([output.sequence_id]))
+            if must_abort or output.finish_reason is not None:
+                del self._unfinished[output.sequence_id]
+            waiting.append(result)
 
     def _check_open(self) -> None:
         if not self._close.alive:

@@ -2,13 +2,13 @@
 
 import logging
 import shutil
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+import tiny
 
 from jaxpage.config import EngineConfig
 from jaxpage.engine_core import EngineCore
@@ -16,21 +16,10 @@ from jaxpage.runner.step import trace_counts
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.wire import AddRequest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
-
-import tiny
-
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 BLOCK_SIZE = 16
 CHUNK = 64
 Tokens = dict[str, list[int]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compiles() -> Iterator[None]:
-    """These tests compile some ten programs and run each a few times."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

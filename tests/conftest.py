@@ -1,0 +1,54 @@
+"""What several test files here share: quick compiles, and a tiny random Llama that reads and writes ASCII."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+sys.path.insert(0, str(Path(__file__).parent / "golden"))
+
+import tiny
+
+
+@pytest.fixture(scope="module")
+def quick_compiles() -> Iterator[None]:
+    """For tests that compile programs and run each a few times."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="session")
+def tiny_options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Options of an engine on the tiny Llama, with small blocks and three buckets.
+
+    A token of its tokenizer is an ASCII character, by its code; 2 is the end of a text. Programs are compiled by the
+    first engine that needs them.
+    """
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny.write_checkpoint(folder / "model", tiny.TINY["llama"], tiny.make_weights(tiny.TINY["llama"]))
+    ascii_tokenizer().save(str(folder / "model" / "tokenizer.json"))
+    return {
+        "model": str(folder / "model"),
+        "compile_cache_dir": str(folder / "programs"),
+        "background_compile": False,
+        "max_model_len": 128,
+        "block_size": 4,
+        "num_blocks": 81,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 16,
+    }
+
+
+def ascii_tokenizer() -> tokenizers.Tokenizer:
+    """A token for each ASCII character."""
+    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    characters = [pre_tokenizer.pre_tokenize_str(chr(byte))[0][0] for byte in range(128)]
+    tokenizer = tokenizers.Tokenizer(models.BPE({character: byte for byte, character in enumerate(characters)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
+    return tokenizer
