@@ -1,0 +1,118 @@
+"""The fork program on a small device state: rows and blocks go on as copies of others, and padding changes nothing."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpage.kv_cache.manager import BlockCopy
+from jaxpage.ops.attention import KVCache
+from jaxpage.ops.kv_spec import KVGroup, KVLayout, KVSpec
+from jaxpage.runner.plan import pack_forks
+from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
+from jaxpage.runner.step import compile_fork
+from jaxpage.scheduler import RowFork, SchedulerOutput
+
+NUM_ROWS, MAX_MODEL_LEN, NUM_BLOCKS = 5, 20, 9
+FULL, WINDOW = KVGroup(KVSpec(2, 4), 4), KVGroup(KVSpec(1, 4, window=6), 8)
+LAYOUT = KVLayout((FULL, WINDOW), ((0, 0), (1, 0), (0, 1)))
+Arrays = dict[str, np.ndarray]
+
+
+def arrays_of(kv_cache: KVCache, state: BatchState) -> Arrays:
+    """Everything on the device, by name."""
+    buffers = {f"buffer {i}": np.array(buffer) for i, buffer in enumerate(kv_cache.buffers)}
+    return buffers | {
+        field.name: np.array(getattr(state, field.name)) for field in dataclasses.fields(state) if field.name
+    }
+
+
+def random_device_state() -> tuple[KVCache, BatchState]:
+    """Different numbers everywhere, and rows of 3, 5, 7, ... known tokens."""
+    rng = np.random.default_rng(0)
+
+    def fill(array: jax.Array) -> jax.Array:
+        return jnp.asarray(rng.permutation(array.size).reshape(array.shape), array.dtype)
+
+    state = jax.tree.map(fill, empty_state(NUM_ROWS, MAX_MODEL_LEN, 2, FULL.block_size, 4))
+    state = dataclasses.replace(state, num_tokens=jnp.arange(3, 3 + 2 * NUM_ROWS, 2, dtype=jnp.int32))
+    return jax.tree.map(fill, empty_kv_cache(LAYOUT, NUM_BLOCKS, np.dtype(np.float32))), state
+
+
+def packed(row_forks: Sequence[RowFork], copies: Sequence[BlockCopy]) -> np.ndarray:
+    return pack_forks(SchedulerOutput(list(row_forks), list(copies), [], [], [], [], []), NUM_ROWS, 2)
+
+
+@pytest.fixture(scope="module")
+def program() -> jax.stages.Compiled:
+    return compile_fork(*random_device_state(), packed([], []))
+
+
+def fork(
+    program: jax.stages.Compiled, row_forks: Sequence[RowFork] = (), copies: Sequence[BlockCopy] = ()
+) -> tuple[Arrays, Arrays]:
+    """Everything before and after."""
+    kv_cache, state = random_device_state()
+    before = arrays_of(kv_cache, state)
+    return before, arrays_of(*program(kv_cache, state, packed(row_forks, copies)))
+
+
+def by_row(name: str, array: np.ndarray) -> np.ndarray:
+    return array.swapaxes(0, 1) if name == "block_tables" else array
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {0: 1, 1: 0},
+        {0: 1, 1: 2, 2: 0},
+        {0: 4, 1: 4, 2: 4, 3: 4, 4: 4},
+        {0: 1, 1: 2, 2: 3, 3: 4, 4: 4},
+        {4: 0},
+        {2: 2},
+    ],
+    ids=["swap", "cycle", "one_to_all", "shift", "last_row", "itself"],
+)
+def test_rows_are_forked_all_at_once_and_only_their_last_token_is_replaced(
+    program: jax.stages.Compiled, sources: dict[int, int]
+) -> None:
+    forks = [RowFork(source, target, 1000 + target) for target, source in sources.items()]
+    before, after = fork(program, forks)
+    for name, old in before.items():
+        expected = old.copy()
+        if not name.startswith("buffer"):
+            for target, source in sources.items():
+                by_row(name, expected)[target] = by_row(name, old)[source]
+                if name == "token_ids":
+                    expected[target, before["num_tokens"][source] - 1] = 1000 + target
+        np.testing.assert_array_equal(after[name], expected, err_msg=name)
+
+
+def test_blocks_are_copied_in_every_buffer_and_one_after_another(program: jax.stages.Compiled) -> None:
+    """The second copy reads what the first one wrote: blocks may be given back and taken again before the step."""
+    before, after = fork(program, copies=[(3, 4), (4, 7), (1, 2)])
+    for name, old in before.items():
+        expected = old.copy()
+        if name.startswith("buffer"):
+            expected[4], expected[7], expected[2] = old[3], old[3], old[1]
+        np.testing.assert_array_equal(after[name], expected, err_msg=name)
+
+
+def test_nothing_to_fork_changes_nothing(program: jax.stages.Compiled) -> None:
+    before, after = fork(program)
+    for name, old in before.items():
+        np.testing.assert_array_equal(after[name], old, err_msg=name)
+
+
+def test_as_many_forks_and_copies_as_fit_are_made(program: jax.stages.Compiled) -> None:
+    """Each row forked, and a copy for each row and group."""
+    forks = [RowFork((row + 1) % NUM_ROWS, row, row) for row in range(NUM_ROWS)]
+    copies = [(1, target) for _ in range(NUM_ROWS) for target in (7, 8)]
+    before, after = fork(program, forks, copies)
+    np.testing.assert_array_equal(after["block_tables"], np.roll(before["block_tables"], -1, axis=1))
+    np.testing.assert_array_equal(after["seed"], np.roll(before["seed"], -1, axis=0))
+    for target in (7, 8):
+        np.testing.assert_array_equal(after["buffer 0"][target], before["buffer 0"][1])
