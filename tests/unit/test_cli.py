@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxpage.cli import main
+from jaxpage.cli import _config_of, _parser, main
 from jaxpage.config import EngineConfig, ServerConfig
 
 
@@ -35,6 +35,7 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], comma
     [
         (["generate", "--prompt", "x", "--model", "no-such-model"], "no-such-model"),
         (["generate", "--prompt", "x", "--block-size", "24"], "--block-size is 24"),
+        (["generate", "--prompt", "x", "--max-num-partial-prefills", "1"], "set --long-prefill-token-threshold"),
         (["generate", "--prompt", "x", "--temperature", "3"], "temperature is 3.0"),
         (["bench", "throughput", "--num-prompts", "0"], "--num-prompts is 0"),
     ],
@@ -46,6 +47,20 @@ def test_a_mistake_is_one_line_that_names_it(
     complaint = capsys.readouterr().err
     assert says in complaint
     assert complaint.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "x"], ["bench", "throughput"]])
+def test_switches_and_values_reach_the_config(command: list[str]) -> None:
+    def config(*arguments: str) -> EngineConfig:
+        return _config_of(EngineConfig, _parser().parse_args([*command, *arguments]))
+
+    assert config().enable_prefix_caching
+    assert not config("--no-enable-prefix-caching").enable_prefix_caching
+    assert config("--no-enable-prefix-caching", "--enable-prefix-caching").enable_prefix_caching
+    assert not config("--no-background-compile").background_compile
+    assert config("--scheduling-policy", "priority").scheduling_policy == "priority"
+    limited = config("--max-num-partial-prefills=2", "--long-prefill-token-threshold=64")
+    assert (limited.max_num_partial_prefills, limited.long_prefill_token_threshold) == (2, 64)
 
 
 def test_the_module_is_the_command() -> None:

@@ -17,6 +17,9 @@ ENGINE_ACCEPTED: list[tuple[str, list[Any]]] = [
     ("max_num_seqs", [1, 512]),
     ("max_num_batched_tokens", [64, 65_536]),
     ("long_prefill_token_threshold", [0, 1, 400]),
+    ("max_num_partial_prefills", [0]),
+    ("scheduling_policy", ["fcfs", "priority", "package.module:Class"]),
+    ("enable_prefix_caching", [True, False]),
 ]
 ENGINE_REFUSED: list[tuple[str, list[Any]]] = [
     ("dtype", ["float16", "", "f32"]),
@@ -27,6 +30,7 @@ ENGINE_REFUSED: list[tuple[str, list[Any]]] = [
     ("max_num_seqs", [0, -1]),
     ("max_num_batched_tokens", [0, -512]),
     ("long_prefill_token_threshold", [-1]),
+    ("max_num_partial_prefills", [-1, 1]),
 ]
 
 
@@ -55,6 +59,19 @@ def test_a_step_must_have_a_token_for_every_request() -> None:
     assert "--max-num-batched-tokens is 8" in message
     assert "--max-num-seqs 9" in message
     assert "raise it, or lower --max-num-seqs" in message
+
+
+def test_a_limit_of_long_prompts_needs_to_know_what_is_long() -> None:
+    config = EngineConfig(max_num_partial_prefills=2, long_prefill_token_threshold=64)
+    assert (config.max_num_partial_prefills, config.max_step_tokens) == (2, 64)
+    with pytest.raises(ConfigError, match="set --long-prefill-token-threshold, too"):
+        EngineConfig(max_num_partial_prefills=1)
+
+
+@pytest.mark.parametrize(("threshold", "most"), [(0, 128), (1, 1), (127, 127), (128, 128), (500, 128)])
+def test_a_request_gets_no_more_of_a_step_than_threshold_and_budget_allow(threshold: int, most: int) -> None:
+    config = EngineConfig(max_num_batched_tokens=128, long_prefill_token_threshold=threshold)
+    assert config.max_step_tokens == most
 
 
 def test_a_refused_block_size_comes_with_sizes_that_work() -> None:

@@ -1,6 +1,7 @@
 """Requests on the API side: what is refused on arrival, how tokens become text, and where the text stops."""
 
 import itertools
+from typing import Any
 
 import pytest
 import tokenizers
@@ -9,10 +10,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxpage.chat_template import ChatTemplates
 from jaxpage.errors import RequestError
 from jaxpage.frontend import OpenRequest, Prompt, StopText, open_request
-from jaxpage.outputs import CompletionOutput, RequestOutput
-from jaxpage.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxpage.sampling_params import MAX_STOP_TOKEN_IDS, BeamSearchParams, SamplingParams
 from jaxpage.tokenizer import Tokenizer
-from jaxpage.wire import Ready, TokenOutput
+from jaxpage.wire import BeamOutput, BeamSequence, Ready, TokenLogprobs, TokenOutput
 
 TEXT = "Zwölf Boxkämpfer 🦙 漢字かな"
 
@@ -36,18 +37,22 @@ LIMITS = Ready(
     num_blocks=100,
     block_size=16,
     max_num_seqs=8,
-    max_beam_tokens=[64] * 16,
+    max_beam_tokens=[200 // width for width in range(1, 17)],
 )
 
 
-def opened(prompt: Prompt = "Hi", params: SamplingParams | None = None, *, seed: int = 5) -> OpenRequest:
+def opened(
+    prompt: Prompt = "Hi", params: SamplingParams | BeamSearchParams | None = None, *, seed: int = 5, **options: Any
+) -> OpenRequest:
     params = params or SamplingParams()
-    return open_request(prompt, params, request_id="r", seed=seed, tokenizer=TOKENIZER, limits=LIMITS)
+    return open_request(prompt, params, request_id="r", seed=seed, tokenizer=TOKENIZER, limits=LIMITS, **options)
 
 
-def refusal(prompt: Prompt = "Hi", params: SamplingParams | None = None) -> RequestError:
+def refusal(
+    prompt: Prompt = "Hi", params: SamplingParams | BeamSearchParams | None = None, **options: Any
+) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        opened(prompt, params)
+        opened(prompt, params, **options)
     return caught.value
 
 
@@ -404,3 +409,176 @@ def test_the_first_token_is_timed_once_and_the_end_at_the_end() -> None:
     assert len({m.first_token_time for m in metrics}) == 1
     assert metrics[0].first_token_time is not None
     assert [m.finished_time is None for m in metrics] == [True, True, False]
+
+
+# Several sequences.
+
+
+def sequence_texts(output: RequestOutput) -> list[str]:
+    return [sequence.text for sequence in output.outputs]
+
+
+def test_each_sequence_takes_its_own_tokens_and_all_are_in_every_output() -> None:
+    request = opened(params=SamplingParams(n=3))
+    assert len(request.sequence_ids) == len(set(request.sequence_ids)) == 3
+    a, b, c = request.sequence_ids
+    (x, y, z), shown = TOKENIZER.encode("xyz"), []
+    for name, token_id in ((a, x), (c, y), (a, y), (b, z)):
+        output, must_abort = request.take(TokenOutput(name, [token_id]))
+        assert not must_abort
+        assert [sequence.index for sequence in output.outputs] == [0, 1, 2]
+        shown.append(sequence_texts(output))
+    assert shown == [["x", "", ""], ["x", "", "y"], ["xy", "", "y"], ["xy", "z", "y"]]
+
+
+def test_a_request_is_finished_with_its_last_sequence() -> None:
+    request = opened(params=SamplingParams(n=3))
+    reasons = []
+    for name in request.sequence_ids[::-1]:
+        output, _ = request.take(TokenOutput(name, [1], "length"))
+        reasons.append([sequence.finish_reason for sequence in output.outputs])
+        assert output.finished == request.finished == (name == "r")
+        assert (output.metrics.finished_time is not None) == output.finished
+    assert reasons == [[None, None, "length"], [None, "length", "length"], ["length"] * 3]
+
+
+def test_a_stop_string_ends_its_own_sequence_only() -> None:
+    request = opened(params=SamplingParams(n=2, stop=("b",)))
+    first, second = request.sequence_ids
+    ids = TOKENIZER.encode("abc")
+    assert request.take(TokenOutput(first, ids[:1]))[1] is False
+    output, must_abort = request.take(TokenOutput(second, ids[1:2]))
+    assert (must_abort, output.finished, sequence_texts(output)) == (True, False, ["a", ""])
+    # What the engine still gave before it was told is no part of it.
+    output, must_abort = request.take(TokenOutput(second, ids[2:], "length"))
+    assert (must_abort, sequence_texts(output)) == (False, ["a", ""])
+    assert [sequence.stop_reason for sequence in output.outputs] == [None, "b"]
+    assert request.take(TokenOutput(first, ids[2:], "length"))[0].finished
+
+
+def test_ending_a_request_from_outside_leaves_ended_sequences_as_they_are() -> None:
+    request = opened(params=SamplingParams(n=3))
+    request.take(TokenOutput(request.sequence_ids[1], [1], "length"))
+    output = request.end("abort")
+    assert [sequence.finish_reason for sequence in output.outputs] == ["abort", "length", "abort"]
+    assert output.finished
+
+
+# Log-probabilities.
+
+
+def test_a_token_comes_with_its_alternatives_its_own_value_first() -> None:
+    a, b, c = TOKENIZER.encode("abc")
+    request = opened(params=SamplingParams(logprobs=2))
+    request.take(TokenOutput("r", [c], logprobs=TokenLogprobs(-3.0, 40, [(a, -0.5), (b, -1.0)])))
+    output, _ = request.take(TokenOutput("r", [b], logprobs=TokenLogprobs(-1.0, 2, [(a, -0.5), (b, -1.0)])))
+    found = completion(output)
+    assert found.logprobs == [
+        {c: Logprob(-3.0, 40, "c"), a: Logprob(-0.5, 1, "a"), b: Logprob(-1.0, 2, "b")},
+        {b: Logprob(-1.0, 2, "b"), a: Logprob(-0.5, 1, "a")},
+    ]
+    assert [list(entry) for entry in found.logprobs or ()] == [[c, a, b], [b, a]]
+    assert found.cumulative_logprob == -4.0
+
+
+def test_no_alternatives_leave_the_tokens_own_log_probability() -> None:
+    output, _ = opened(params=SamplingParams(logprobs=0)).take(
+        TokenOutput("r", [EOS], "stop", None, 0, TokenLogprobs(-2.0, 9, []))
+    )
+    assert completion(output).logprobs == [{EOS: Logprob(-2.0, 9, "</s>")}]
+    assert completion(output).cumulative_logprob == -2.0
+
+
+def test_log_probabilities_were_asked_for_or_not_also_before_the_first_token() -> None:
+    asked, not_asked = (opened(params=SamplingParams(logprobs=k)).end("abort").outputs[0] for k in (5, None))
+    assert (asked.logprobs, asked.cumulative_logprob) == ([], 0.0)
+    assert (not_asked.logprobs, not_asked.cumulative_logprob) == (None, None)
+
+
+def test_log_probabilities_of_an_output_do_not_change_when_more_come() -> None:
+    request = opened(params=SamplingParams(logprobs=0))
+    first, _ = request.take(TokenOutput("r", [1], logprobs=TokenLogprobs(-1.0, 1, [])))
+    request.take(TokenOutput("r", [2], logprobs=TokenLogprobs(-1.0, 1, [])))
+    assert len(completion(first).logprobs or ()) == 1
+
+
+# Beam search.
+
+
+def test_a_beam_search_is_one_name_to_the_engine_and_gives_its_sequences_at_the_end() -> None:
+    params = BeamSearchParams(beam_width=3, stop_token_ids=(7,), skip_special_tokens=False)
+    request = opened("Hi", params)
+    assert request.sequence_ids == ["r"]
+    ids = TOKENIZER.encode("abc")
+    beams = [
+        BeamSequence([*ids, EOS], -1.0, -0.25, "stop"),
+        BeamSequence([*ids[:2], 7], -2.0, -0.5, "stop"),
+        BeamSequence(ids, -3.0, -1.0, "length"),
+    ]
+    output, must_abort = request.take(BeamOutput("r", beams, 16))
+    assert output.outputs == [
+        CompletionOutput(0, "abc", [*ids, EOS], "stop", None, -1.0, None, -0.25),
+        CompletionOutput(1, "ab", [*ids[:2], 7], "stop", 7, -2.0, None, -0.5),
+        CompletionOutput(2, "abc", ids, "length", None, -3.0, None, -1.0),
+    ]
+    assert (output.finished, must_abort, output.num_cached_tokens) == (True, False, 16)
+
+
+def test_a_beam_search_carries_what_its_sequences_need_to_end() -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=9, stop_token_ids=(7,), ignore_eos=True)
+    message = opened("Hi", params).message
+    assert (message.beam, message.max_tokens) == (params, 9)
+    assert (message.params.stop_token_ids, message.params.ignore_eos, message.params.greedy) == ((7,), True, True)
+
+
+def test_beams_are_lowered_to_the_room_that_the_context_leaves() -> None:
+    message = opened([1] * 60, BeamSearchParams(beam_width=2, max_tokens=10)).message
+    assert message.beam is not None
+    assert (message.beam.max_tokens, message.max_tokens) == (4, 4)
+
+
+def test_more_beams_than_run_at_once_are_refused() -> None:
+    opened(params=BeamSearchParams(beam_width=8))
+    error = refusal(params=BeamSearchParams(beam_width=9))
+    assert error.param == "beam_width"
+    assert str(error) == "beam_width is 9, and 8 sequences run at once: lower it or raise --max-num-seqs"
+
+
+def test_beams_must_fit_in_the_cache_all_at_once_but_for_their_last_token() -> None:
+    """200 tokens in all: 40 for each of 5 beams."""
+    opened([1] * 20, BeamSearchParams(beam_width=5, max_tokens=21))
+    error = refusal([1] * 20, BeamSearchParams(beam_width=5, max_tokens=22))
+    assert error.param == "beam_width"
+    assert "5 beams of 20 + 22 tokens do not fit in the KV cache, which holds 40 tokens of each" in str(error)
+    # What counts is what the context leaves of max_tokens.
+    opened([1] * 60, BeamSearchParams(beam_width=3, max_tokens=1000))
+
+
+def test_beams_and_ending_tokens_share_the_alternatives_of_a_step() -> None:
+    stops = tuple(range(27))
+    opened(params=BeamSearchParams(beam_width=4, stop_token_ids=stops))
+    opened(params=BeamSearchParams(beam_width=5, stop_token_ids=stops, ignore_eos=True))
+    error = refusal(params=BeamSearchParams(beam_width=5, stop_token_ids=stops))
+    assert error.param == "beam_width"
+    assert "beam_width is 5, and with 28 ending tokens it must be at most 4" in str(error)
+
+
+# Priority and salt.
+
+
+def test_priority_and_salt_reach_the_engine() -> None:
+    message = opened(priority=-(2**63) + 1, cache_salt="a").message
+    assert (message.priority, message.cache_salt) == (-(2**63) + 1, "a")
+    assert (opened().message.priority, opened().message.cache_salt) == (0, None)
+
+
+@pytest.mark.parametrize("priority", [2**63, -(2**63), 1.0, "1", None, True])
+def test_what_is_no_priority_is_refused_by_value(priority: object) -> None:
+    error = refusal(priority=priority)
+    assert (error.param, str(error)) == ("priority", f"priority is {priority!r}: it must be an int64")
+
+
+@pytest.mark.parametrize("salt", ["", 5, b"a"])
+def test_what_is_no_salt_is_refused_by_value(salt: object) -> None:
+    error = refusal(cache_salt=salt)
+    assert (error.param, str(error)) == ("cache_salt", f"cache_salt is {salt!r}: it must be a non-empty string")

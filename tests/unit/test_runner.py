@@ -13,8 +13,8 @@ import tiny
 from jaxpage.config import EngineConfig
 from jaxpage.engine_core import EngineCore
 from jaxpage.runner.step import trace_counts
-from jaxpage.sampling_params import SamplingParams
-from jaxpage.wire import AddRequest
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.wire import AddRequest, BeamOutput, TokenOutput, sequence_id
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 BLOCK_SIZE = 16
@@ -84,6 +84,24 @@ def serve_alone(engine: EngineCore, requests: Sequence[AddRequest]) -> Tokens:
     return {name: tokens for message in requests for name, tokens in serve(engine, [message])[0].items()}
 
 
+def beams(request_id: str, length: int, max_tokens: int, **params: Any) -> AddRequest:
+    search = BeamSearchParams(max_tokens=max_tokens, ignore_eos=True, **params)
+    options = SamplingParams(temperature=0, stop_token_ids=search.stop_token_ids, ignore_eos=True)
+    return AddRequest(request_id, tiny.prompt(length), options, 0, max_tokens, beam=search)
+
+
+def serve_any(engine: EngineCore, requests: Sequence[AddRequest]) -> list[TokenOutput | BeamOutput]:
+    """Run requests to their end, those with several sequences and beam searches, too."""
+    for message in requests:
+        engine.add(message)
+    outputs = []
+    while engine.has_requests:
+        outputs += engine.step()
+        engine.scheduler.kv_cache.check_integrity()
+    assert engine.scheduler.kv_cache.pool.usage == 0
+    return outputs
+
+
 SAMPLED = [
     {"temperature": 1.0, "seed": 5},
     {"temperature": 0.8, "top_p": 0.9, "seed": -3},
@@ -118,6 +136,27 @@ def test_serving_after_warm_up_traces_and_compiles_nothing(
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
         serve(engine, varied(), stagger=2)
         serve(engine, [request("stopped", 150, 40, ignore_eos=False, stop_token_ids=(7, 9))])
+    assert dict(trace_counts) == before
+    assert [record.getMessage() for record in caplog.records if "ompil" in record.getMessage()] == []
+
+
+def test_sequences_beams_and_log_probabilities_trace_and_compile_nothing(
+    engine: EngineCore, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = dict(trace_counts)
+    assert before["fork"] > 0
+    requests = [
+        request("several", 40, 12, n=5, temperature=1.0),
+        request("two", 16, 12, n=2, temperature=1.0, logprobs=3),
+        request("alternatives", 50, 12, logprobs=20),
+        beams("narrow", 33, 10, beam_width=1),
+        beams("wide", 20, 10, beam_width=8),
+        beams("many ends", 5, 10, beam_width=4, stop_token_ids=tuple(range(3, 31))),
+    ]
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
+        for message in requests:
+            serve_any(engine, [message])
+        serve_any(engine, requests)
     assert dict(trace_counts) == before
     assert [record.getMessage() for record in caplog.records if "ompil" in record.getMessage()] == []
 
@@ -242,6 +281,24 @@ def test_aborted_requests_leave_their_rows_and_blocks_to_others(engine: EngineCo
         engine.abort(f"aborted-{i}")
     assert not engine.has_requests
     assert serve(engine, varied())[0] == varied_alone
+
+
+def test_a_search_aborted_between_two_steps_leaves_its_rows_to_sequences_that_fork(engine: EngineCore) -> None:
+    """What it was about to copy is called off: its rows and blocks already belong to others."""
+    several = request("several", 37, 20, n=6, temperature=1.0, seed=3)
+    expected = serve_any(engine, [several])
+    for num_steps in range(1, 6):
+        engine.add(beams("search", 21, 30, beam_width=7))
+        for _ in range(num_steps):
+            engine.step()
+        engine.add(several)
+        outputs = engine.step()  # the prompt of the first sequence
+        engine.abort("search")
+        outputs += serve_any(engine, [])
+        for index in range(6):
+            name = sequence_id("several", index)
+            tokens = [output.token_ids for output in outputs if output.sequence_id == name]
+            assert tokens == [output.token_ids for output in expected if output.sequence_id == name]
 
 
 def test_second_engine_takes_every_program_from_disk(folder: Path, engine: EngineCore, varied_alone: Tokens) -> None:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from jaxpage import wire
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
 FULL_PARAMS = SamplingParams(
     temperature=0.7,
@@ -19,13 +19,28 @@ FULL_PARAMS = SamplingParams(
     include_stop_str_in_output=True,
     ignore_eos=True,
     skip_special_tokens=False,
+    n=128,
+    logprobs=0,
+    skip_reading_prefix_cache=True,
+)
+FULL_BEAM = BeamSearchParams(
+    beam_width=16,
+    max_tokens=7,
+    length_penalty=-0.5,
+    early_stopping="never",
+    stop_token_ids=(5,),
+    ignore_eos=True,
+    skip_special_tokens=False,
 )
 TO_ENGINE: list[wire.ToEngine] = [
     wire.AddRequest("r-1", [1, 2, 3], SamplingParams(), 5, 16),
     wire.AddRequest("é\u0000🦙", [0, 2**31 - 1], FULL_PARAMS, 2**63 - 1, 1),
     wire.AddRequest("r-2", list(range(5000)), SamplingParams(temperature=0, max_tokens=1), -(2**63), 2**31),
+    wire.AddRequest("r-3", [1], SamplingParams(), 0, 7, -(2**63) + 1, "salt: 🦙", FULL_BEAM),
+    wire.AddRequest("r-4", [1], SamplingParams(), 0, 7, beam=BeamSearchParams(beam_width=1, early_stopping=True)),
     wire.AbortRequests([]),
-    wire.AbortRequests(["r-1", "r-2"]),
+    wire.AbortRequests(["r-1", "r-2#7"]),
+    wire.Call(2**40, "kv_cache_snapshot"),
 ]
 FROM_ENGINE: list[wire.FromEngine] = [
     wire.Ready(8192, 49152, [2, 0], 4096, 16, 8, [100, 50]),
@@ -40,6 +55,19 @@ FROM_ENGINE: list[wire.FromEngine] = [
         ],
         {"num_requests_running": 4, "kv_cache_usage_perc": 0.25},
     ),
+    wire.Outputs(
+        [
+            wire.TokenOutput(
+                "r-1", [5], num_cached_tokens=16, logprobs=wire.TokenLogprobs(-0.25, 2, [(7, -0.1), (5, -0.25)])
+            ),
+            wire.TokenOutput("r-1#1", [6], logprobs=wire.TokenLogprobs(-9.5, 100, [])),
+            wire.BeamOutput("r-2", [wire.BeamSequence([5, 2], -1.5, -0.75, "stop")], 32),
+            wire.BeamOutput("r-3", []),
+        ],
+        {},
+    ),
+    wire.Returned(0, True),
+    wire.Returned(2**40, {"num_blocks": 80, "groups": [{"kind": "full", "span": None}], "requests": []}),
     wire.Dead("RuntimeError", "out of memory: 🦙"),
 ]
 
@@ -97,7 +125,12 @@ def test_bytes_that_are_no_message_are_refused(garbage: bytes) -> None:
         ["add", "r", ["a"], {}, 0, 1],
         ["add", "r", [1], [], 0, 1],
         ["add", 5, [1], {}, 0, 1],
+        ["add", "r", [1], {}, 0, 1, "high"],
+        ["add", "r", [1], {}, 0, 1, 0, 5],
+        ["add", "r", [1], {}, 0, 1, 0, None, {}],
         ["abort", "r"],
+        ["call", "reset_prefix_cache"],
+        ["returned", "1", True],
         ["ready", 1, 1, [2], 2],
         ["outputs", [["r"]], {}],
         ["outputs", [["r", [1], 3]], {}],
@@ -116,6 +149,18 @@ def test_parameters_are_checked_again_on_arrival() -> None:
     packed = wire.encode(["add", "r", [1], {"temperature": -1.0}, 0, 1])
     with pytest.raises(msgspec.ValidationError, match=r"temperature is -1\.0"):
         wire.decode_to_engine(packed)
+
+
+def test_beam_search_parameters_are_checked_again_on_arrival() -> None:
+    packed = wire.encode(["add", "r", [1], {}, 0, 1, 0, None, {"beam_width": 17}])
+    with pytest.raises(msgspec.ValidationError, match="beam_width is 17"):
+        wire.decode_to_engine(packed)
+
+
+def test_the_first_sequence_has_the_requests_own_name_and_all_names_differ() -> None:
+    names = [wire.sequence_id("r", index) for index in range(128)]
+    assert names[0] == "r"
+    assert len(set(names)) == 128
 
 
 def test_every_cut_of_a_message_is_refused() -> None:
