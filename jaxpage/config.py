@@ -91,6 +91,9 @@ class ServerConfig:
     port: int = _option(8000, "port to listen on; 0 takes a free one and prints it")
     served_model_name: str | None = _option(None, "model name in the API; default: the model as given")
     shutdown_timeout: float = _option(8.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
+    enable_debug_routes: bool = _option(
+        False, "serve /debug/kv_cache and /reset_prefix_cache, which are not for everyone who may ask for completions"
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

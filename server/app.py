@@ -16,6 +16,7 @@ from starlette.routing import Route
 from jaxpage.errors import EngineDeadError, RequestError
 from jaxpage.server.chat import chat_completions
 from jaxpage.server.completions import completions
+from jaxpage.server.debug import DEBUG_ROUTES
 from jaxpage.server.errors import ApiError, error_response
 from jaxpage.server.service import Service, service_of
 
@@ -26,7 +27,7 @@ CLIENT_CLOSED_REQUEST = 499
 """Status, never seen by anyone, of a response to a client that has left."""
 
 
-def build_app(engine: "AsyncEngine", model_name: str) -> Starlette:
+def build_app(engine: "AsyncEngine", model_name: str, *, enable_debug_routes: bool = False) -> Starlette:
     """The application that serves `engine` under the id `model_name`; its `state.service` holds the open requests."""
     app = Starlette(
         routes=[
@@ -37,6 +38,7 @@ def build_app(engine: "AsyncEngine", model_name: str) -> Starlette:
             Route("/health", health),
             Route("/ping", health, methods=["GET", "POST"]),
             Route("/version", version),
+            *(DEBUG_ROUTES if enable_debug_routes else ()),
         ],
         exception_handlers={
             ApiError: _answer_error,

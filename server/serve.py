@@ -65,7 +65,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 async def run(engine: "AsyncEngine", listener: socket.socket, server_config: ServerConfig) -> int:
     """Load `engine`, serve it on `listener`, stop both; returns the exit code."""
-    app = build_app(engine, server_config.served_model_name or engine.model_name)
+    model_name = server_config.served_model_name or engine.model_name
+    app = build_app(engine, model_name, enable_debug_routes=server_config.enable_debug_routes)
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -80,7 +81,7 @@ async def run(engine: "AsyncEngine", listener: socket.socket, server_config: Ser
         try:
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             told = asyncio.create_task(signalled.get())
-            failing = asyncio.create_task(run_engine(engine, app.state.service.model_name, url_of(listener)))
+            failing = asyncio.create_task(run_engine(engine, model_name, url_of(listener)))
             await asyncio.wait({serving, told, failing}, return_when=asyncio.FIRST_COMPLETED)
             if told.done():
                 logger.info("%s: running requests have %g s", told.result(), server_config.shutdown_timeout)

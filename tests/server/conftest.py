@@ -37,12 +37,14 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def asgi(engine: FakeEngine, method: str, path: str, **kwargs: Any) -> httpx.Response:
+def asgi(
+    engine: FakeEngine, method: str, path: str, *, enable_debug_routes: bool = False, **kwargs: Any
+) -> httpx.Response:
     """The answer of an application of its own to one request, without a socket."""
+    app = build_app(engine, engine.model_name, enable_debug_routes=enable_debug_routes)  # type: ignore[arg-type]
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(build_app(engine, engine.model_name))  # type: ignore[arg-type]
-        async with httpx.AsyncClient(transport=transport, base_url="http://fake") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://fake") as client:
             return await client.request(method, path, **kwargs)
 
     return asyncio.run(ask())
@@ -53,7 +55,7 @@ def shared_server() -> Iterator[tuple[FakeEngine, str]]:
     """A fake engine that is ready, and the URL under which it is served."""
     engine = FakeEngine()
     engine.is_ready = True
-    app = build_app(engine, "fake")  # type: ignore[arg-type]
+    app = build_app(engine, "fake", enable_debug_routes=True)  # type: ignore[arg-type]
     config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, lifespan="off")
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -1,0 +1,65 @@
+"""/debug/kv_cache and /reset_prefix_cache: only with --enable-debug-routes, and only while the engine serves."""
+
+import json
+
+import httpx
+import pytest
+from conftest import asgi, wait_until
+from fake_engine import FakeEngine, Script
+
+ROUTES = [("GET", "/debug/kv_cache"), ("POST", "/reset_prefix_cache")]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_they_are_not_there_unless_they_were_asked_for(method: str, path: str) -> None:
+    engine = FakeEngine()
+    engine.is_ready = True
+    response = asgi(engine, method, path)
+    assert response.status_code == 404
+    assert response.json().keys() == {"error"}
+    assert engine.num_resets == 0
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize(("state", "code"), [("loading", "loading"), ("dead", "engine_dead")])
+def test_they_are_unavailable_while_the_engine_loads_or_is_dead(method: str, path: str, state: str, code: str) -> None:
+    engine = FakeEngine()
+    engine.is_ready = engine.is_dead = state == "dead"
+    response = asgi(engine, method, path, enable_debug_routes=True)
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == code
+
+
+def test_the_snapshot_is_the_engines_own(client: httpx.Client) -> None:
+    assert client.get("/debug/kv_cache").json() == {"num_used": 0, "requests": []}
+
+
+def test_a_reset_is_refused_while_a_request_runs_and_done_when_none_does(
+    client: httpx.Client, engine: FakeEngine, url: str
+) -> None:
+    engine.scripts["stuck"] = Script(stall_after=1)
+    before = engine.num_resets
+    with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "stuck", "stream": True}) as running:
+        lines = running.iter_lines()
+        first = json.loads(next(lines).removeprefix("data: "))
+        [held] = client.get("/debug/kv_cache").json()["requests"]
+        assert held["request_id"].startswith(first["id"])
+        refused = client.post("/reset_prefix_cache")
+        assert refused.status_code == 409
+        assert refused.json()["error"]["code"] == "prefix_cache_in_use"
+    wait_until(lambda: engine.num_open == 0, "the request is gone")
+    done = client.post("/reset_prefix_cache")
+    assert (done.status_code, done.content) == (200, b"")
+    assert engine.num_resets == before + 1
+
+
+@pytest.mark.parametrize("name", ["reset_running_requests", "reset_external"])
+def test_vllms_options_of_a_reset_are_refused_when_they_ask_for_more(
+    client: httpx.Client, engine: FakeEngine, name: str
+) -> None:
+    before = engine.num_resets
+    response = client.post("/reset_prefix_cache", params={name: "true"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == name
+    assert engine.num_resets == before
+    assert client.post("/reset_prefix_cache", params={name: "False"}).status_code == 200
