@@ -20,7 +20,7 @@ from jaxpage.policies import load_policy
 from jaxpage.request import Request, RequestStatus
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduler import Scheduler, SchedulerOutput
-from jaxpage.wire import BeamOutput, TokenLogprobs, TokenOutput, sequence_id
+from jaxpage.wire import BeamOutput, TokenLogprobs, sequence_id
 
 FULL, WINDOW, CHUNK = KVSpec(1, 8), KVSpec(1, 8, window=5), KVSpec(1, 8, chunk=6)
 SMALL_WINDOW = KVSpec(1, 4, window=7)

