@@ -97,8 +97,9 @@ class Request:
         An EOS id of the model is no stop reason of the request: it gives ("stop", None).
         """
         self.token_ids.append(token_id)
-        if token_id in self.stop_token_ids and self.num_output_tokens > self.params.min_tokens:
+        num_output_tokens = len(self.token_ids) - len(self.prompt_token_ids)
+        if token_id in self.stop_token_ids and num_output_tokens > self.params.min_tokens:
             return "stop", token_id if token_id in self.params.stop_token_ids else None
-        if self.num_output_tokens >= self.max_tokens:
+        if num_output_tokens >= self.max_tokens:
             return "length", None
         return None, None

@@ -143,8 +143,9 @@ class Scheduler:
             self._schedule_waiting(step)
         row_forks, self._row_forks = self._row_forks, []
         block_copies, self._block_copies = self._block_copies, []
+        rows = [request.row for request in step.requests]
         return SchedulerOutput(
-            row_forks, block_copies, step.admitted, step.requests, step.rows, step.query_lens, step.new_blocks
+            row_forks, block_copies, step.admitted, step.requests, rows, step.query_lens, step.new_blocks
         )
 
     def update(
@@ -166,7 +167,7 @@ class Scheduler:
                 continue
             if request.forks:
                 self._release_forks(request)
-            num_cached = request.num_cached_tokens or 0 if request.num_tokens == request.num_prompt_tokens else 0
+            num_cached = (0 if request.num_output_tokens else request.num_cached_tokens) or 0
             finish_reason, stop_token_id = request.append(token_id)
             if finish_reason is not None:
                 (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
@@ -378,7 +379,6 @@ class _Step:
         self.budget = budget
         self.admitted: list[AdmittedRequest] = []
         self.requests: list[Request] = []
-        self.rows: list[int] = []
         self.query_lens: list[int] = []
         self.new_blocks: list[tuple[int, int, int, int]] = []
 
@@ -386,7 +386,6 @@ class _Step:
         """Schedule `num_tokens` of a request whose tables grew by `added`."""
         self.budget -= num_tokens
         self.requests.append(request)
-        self.rows.append(request.row)
         self.query_lens.append(num_tokens)
         for new in added:
             for index, block_id in enumerate(new.block_ids, new.first_index):
@@ -408,6 +407,5 @@ class _Step:
         if request in self.requests:
             index = self.requests.index(request)
             self.budget += self.query_lens[index]
-            for entries in (self.requests, self.rows, self.query_lens):
-                del entries[index]
+            del self.requests[index], self.query_lens[index]
             self.new_blocks = [new for new in self.new_blocks if new[0] != request.row]

@@ -1,7 +1,7 @@
 """Blocks of the KV cache: who uses them, and what the freed ones still hold. Knows nothing of requests or devices."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxpage.kv_cache.hashing import BlockKey
 
@@ -9,8 +9,7 @@ NULL_BLOCK_ID = 0
 """Never allocated: what unused entries of a block table point to."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheEntry:
+class CacheEntry(NamedTuple):
     """What makes a block worth finding: whose KV it holds."""
 
     group: int

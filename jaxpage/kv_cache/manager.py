@@ -7,6 +7,7 @@ A request has one table per KV group. What the groups differ in is only which po
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import NamedTuple
 
 from jaxpage.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool
 from jaxpage.kv_cache.hashing import BlockKey
@@ -17,8 +18,7 @@ BlockCopy = tuple[int, int]
 """(source, target): block ids."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewBlocks:
+class NewBlocks(NamedTuple):
     """What was added to one of a request's tables."""
 
     group: int

@@ -1,4 +1,4 @@
-"""A device made of plain lists that does what the compiled programs do, a model whose every token depends on all KV.
+"""A device made of plain lists that does what the compiled programs do, and a model to run on it.
 
 The model has a layer per KV spec. What a layer keeps of a token is a digest of everything that this token has seen in
 the layers before, as in a real model, so that any wrong, stale, freed or shared block gives wrong tokens.

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from simulated import VOCAB_SIZE, Device, expected_beams, expected_tokens
 
 from jaxpage.beam_group import BeamGroup
-from jaxpage.beam_search import BeamSearch, FinishedBeam
+from jaxpage.beam_search import BeamSearch
 from jaxpage.kv_cache.hashing import ExtraKeys
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.spec import max_request_tokens, num_blocks_for, plan_layout
@@ -20,7 +20,7 @@ from jaxpage.policies import load_policy
 from jaxpage.request import Request, RequestStatus
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduler import Scheduler, SchedulerOutput
-from jaxpage.wire import BeamOutput, TokenLogprobs, sequence_id
+from jaxpage.wire import BeamOutput, BeamSequence, TokenLogprobs, sequence_id
 
 FULL, WINDOW, CHUNK = KVSpec(1, 8), KVSpec(1, 8, window=5), KVSpec(1, 8, chunk=6)
 SMALL_WINDOW = KVSpec(1, 4, window=7)
@@ -239,11 +239,11 @@ class Engine:
             live = self.live[given.sequence_id]
             if isinstance(given, BeamOutput):
                 assert live.search is not None
-                found = [
-                    FinishedBeam(tuple(s.token_ids), s.cumulative_logprob, s.score, s.finish_reason)  # type: ignore[arg-type]
-                    for s in given.sequences
+                expected = expected_beams(self.options.specs, live.request, *live.search)
+                assert given.sequences == [
+                    BeamSequence(list(beam.token_ids), beam.cumulative_logprob, beam.score, beam.finish_reason)
+                    for beam in expected
                 ]
-                assert found == expected_beams(self.options.specs, live.request, *live.search)
                 self._end(live)
                 continue
             if not live.received:
@@ -460,15 +460,15 @@ def long_history(options: Options, times: int = 60) -> Engine:
     for _ in range(times):
         base = rng.choice(BASES)
         prompt = base[: rng.randrange(14)] + [rng.randrange(3) for _ in range(rng.randint(1, 3))]
-        common = {"priority": rng.randint(-1, 1), "salt": rng.choice([None, None, None, "a"])}
+        priority, salt = rng.randint(-1, 1), rng.choice([None, None, None, "a"])
         match rng.randrange(4):
             case 0:
                 params = BeamSearchParams(beam_width=rng.randint(1, 3), max_tokens=rng.randint(1, 10))
-                engine.add_search(prompt, params, **common)
+                engine.add_search(prompt, params, priority=priority, salt=salt)
             case 1:
-                engine.add(prompt, rng.randint(1, 16), n=rng.randint(2, 3), **common)
+                engine.add(prompt, rng.randint(1, 16), n=rng.randint(2, 3), priority=priority, salt=salt)
             case _:
-                engine.add(prompt, rng.randint(1, 16), **common)
+                engine.add(prompt, rng.randint(1, 16), priority=priority, salt=salt)
         for _ in range(rng.randrange(6)):
             engine.step(abort_during=rng.randrange(99) if rng.random() < 0.03 else None)
     engine.drain()

@@ -361,6 +361,24 @@ def test_a_hit_is_of_whole_blocks_of_the_largest_size() -> None:
     assert hit == PrefixHit(24, [manager.tables("a")[0][:6], manager.tables("a")[1][:3]])
 
 
+def test_prompts_that_part_within_a_large_block_are_both_found() -> None:
+    manager = kv_cache(30, FULL, HALF)
+    prompts = [[1, 2, 3, 4, *range(start, start + 5)] for start in (10, 20)]
+    for request_id, prompt in zip("ab", prompts, strict=True):
+        compute(manager, request_id, prompt)
+    assert [manager.match(keys_of(manager, prompt), 9).num_tokens for prompt in prompts] == [8, 8]
+
+
+def test_groups_that_agree_one_by_one_must_agree_on_the_same_prefix() -> None:
+    manager = kv_cache(40, FULL, WINDOW, WINDOW)
+    tokens = list(range(24))
+    compute(manager, "a", tokens)
+    _, first, second = manager.tables("a")
+    lose(manager, second[4])  # allows 16 at most, where the first window needs its blocks 2 and 3
+    lose(manager, first[2])
+    assert manager.match(keys_of(manager, tokens), 24).num_tokens == 8
+
+
 def test_groups_do_not_find_each_others_blocks() -> None:
     manager = kv_cache(30, FULL, KVSpec(1, 8, window=100))
     tokens = list(range(9))
@@ -385,6 +403,17 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_last_one() -> None:
     manager.check_integrity()
     manager.free("b")
     assert manager.pool.usage == 0
+
+
+def test_what_a_fork_fills_can_be_found() -> None:
+    manager = kv_cache(20)
+    tokens = list(range(10))
+    compute(manager, "a", tokens)
+    assert manager.fork("a", "b", 9) is not None
+    forked = [*tokens[:9], 77, 78, 79, 80]
+    grow(manager, "b", 9, 12)
+    manager.publish("b", keys_of(manager, forked), 12)
+    assert manager.match(keys_of(manager, forked), 13) == PrefixHit(12, manager.tables("b"))
 
 
 def test_a_fork_at_a_block_boundary_copies_nothing() -> None:
