@@ -50,20 +50,26 @@ def tokenizer_from_gguf(metadata: dict[str, Any], path: Path) -> Tokenizer:
         if kind == "gpt2":
             tokenizer, adds_bos = _byte_level(metadata, tokens, path)
         elif kind == "llama":
+            # SentencePiece looks for user-defined pieces where spaces are "▁" already; llama.cpp writes theirs as " ".
+            tokens = [
+                token.replace(" ", "▁") if token_type == _USER_DEFINED else token
+                for token, token_type in zip(tokens, token_types, strict=True)
+            ]
             tokenizer, adds_bos = _sentencepiece(metadata, tokens, token_types), True
         else:
             raise ModelLoadError(f"{path} has the tokenizer {kind!r}, served are: gpt2, llama")
     except (ValueError, KeyError) as error:
         raise ModelLoadError(f"the tokenizer in {path} is damaged: {error}") from error
-    tokenizer.add_special_tokens(_added(tokens, token_types, _CONTROL, special=True))
-    tokenizer.add_tokens(_added(tokens, token_types, _USER_DEFINED, special=False))
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in _of_type(_CONTROL, tokens, token_types)]
+    )
+    tokenizer.add_tokens([AddedToken(token, normalized=True) for token in _of_type(_USER_DEFINED, tokens, token_types)])
     _add_frame(tokenizer, metadata, tokens, adds_bos)
     return tokenizer
 
 
-def _added(tokens: list[str], token_types: Sequence[int], wanted: int, *, special: bool) -> list[AddedToken]:
-    found = (token for token, token_type in zip(tokens, token_types, strict=True) if token_type == wanted)
-    return [AddedToken(token, normalized=False, special=special) for token in found]
+def _of_type(wanted: int, tokens: Sequence[str], token_types: Sequence[int]) -> list[str]:
+    return [token for token, token_type in zip(tokens, token_types, strict=True) if token_type == wanted]
 
 
 def _byte_level(metadata: dict[str, Any], tokens: list[str], path: Path) -> tuple[Tokenizer, bool]:
@@ -99,6 +105,7 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str], token_types: Seq
     model = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
     space_first = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if space_first else "never", split=False)
     strip = [decoders.Strip(content=" ", left=1)] if space_first else []
     tokenizer.decoder = decoders.Sequence(

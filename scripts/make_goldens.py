@@ -392,9 +392,7 @@ def cut_text(tokenizer: Any, opening: str, text: str, length: int) -> dict[str, 
     return {"text": tokenizer.decode(without_bos), "prompt_token_ids": token_ids}
 
 
-def generate_greedily(
-    model: Any, prompts: dict[int, list[int]], num_tokens: int
-) -> dict[int, tuple[list[int], float]]:
+def generate_greedily(model: Any, prompts: dict[int, list[int]], num_tokens: int) -> dict[int, tuple[list[int], float]]:
     """For each prompt its greedy tokens and the smallest gap between the best two logits on the way.
 
     The tokens are proposed in padded batches, which is fast, and then confirmed prompt by prompt with one forward

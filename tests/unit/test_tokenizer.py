@@ -438,6 +438,7 @@ def test_gguf_user_defined_tokens_stay_whole_and_are_text(tmp_path: Path) -> Non
     ids = tokenizer.encode("a  b<td>", add_special_tokens=False)
     assert len(ids) == 4
     assert tokenizer.decode(ids) == "a  b<td>"
+    assert tokenizer.encode("a▁▁b<td>", add_special_tokens=False) == ids  # SentencePiece cannot tell them apart
 
 
 @pytest.mark.parametrize(
