@@ -15,6 +15,9 @@ def _option(default: Any, help_text: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help_text})
 
 
+LOOP_NAMES = ("sync", "overlap", "resident")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Options of one engine. Raises `ConfigError` that names option, value and limit."""
@@ -35,6 +38,10 @@ class EngineConfig:
     )
     scheduling_policy: str = _option(
         "fcfs", "fcfs, priority (lower values first), or the import path of your own: package.module:Class"
+    )
+    engine_mode: str = _option(
+        "resident",
+        "sync (the host waits for each step), overlap (meanwhile it prepares the next) or resident (and sends it)",
     )
     enable_prefix_caching: bool = _option(True, "keep the KV of computed prefixes and share it")
     seed: int = _option(0, "seed of the seeds that unseeded requests get")
@@ -74,6 +81,8 @@ class EngineConfig:
                 f"{_flag('max_num_partial_prefills')} is {self.max_num_partial_prefills}, and nothing says which "
                 "prompts are long: set --long-prefill-token-threshold, too"
             )
+        if self.engine_mode not in LOOP_NAMES:
+            raise ConfigError(f"{_flag('engine_mode')} is {self.engine_mode!r}: it must be {', '.join(LOOP_NAMES)}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"{_flag('dtype')} is {self.dtype!r}: it must be auto, float32 or bfloat16")
 

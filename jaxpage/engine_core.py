@@ -1,4 +1,4 @@
-"""The inner loop: scheduler and runner, one step at a time. Lives in the engine process, or in the caller's."""
+"""The engine: scheduler, runner and the loop around them. Lives in the engine process, or in the caller's."""
 
 import logging
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from jaxpage.kv_cache.hashing import ExtraKeys
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.snapshot import take_snapshot
 from jaxpage.kv_cache.spec import max_request_tokens
+from jaxpage.loops import LOOPS
 from jaxpage.models.loading import open_checkpoint
 from jaxpage.policies import load_policy
 from jaxpage.request import Request
@@ -37,11 +38,7 @@ def eos_token_ids(generation_config: dict[str, object], config: dict[str, object
 
 
 class EngineCore:
-    """Requests in, tokens out. The loop is synchronous: schedule, run, wait, update.
-
-    step N:    schedule  plan ─┐            ┌─ update
-    device:                    └── forward ─┘
-    """
+    """Requests in, tokens out."""
 
     def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Load and warm up; `progress(done, total)` counts compiled programs.
@@ -51,7 +48,7 @@ class EngineCore:
         policy = load_policy(config.scheduling_policy)  # before the weights: a mistake is told at once
         checkpoint = open_checkpoint(config.model)
         self.runner = Runner(config, checkpoint)
-        self.scheduler = Scheduler(
+        scheduler = Scheduler(
             KVCacheManager(
                 self.runner.num_blocks,
                 self.runner.layout,
@@ -65,6 +62,7 @@ class EngineCore:
             policy=policy,
         )
         self._eos_token_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)[:MAX_STOP_TOKEN_IDS]
+        self.loop = LOOPS[config.engine_mode](scheduler, self.runner)
         self._num_arrived = 0
         self.ready = Ready(
             max_model_len=self.runner.max_model_len,
@@ -79,6 +77,10 @@ class EngineCore:
             ],
         )
         self.runner.warm_up(background=config.background_compile, progress=progress)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.loop.scheduler
 
     @property
     def has_requests(self) -> bool:
@@ -138,11 +140,8 @@ class EngineCore:
         return take_snapshot(self.scheduler.kv_cache, self.scheduler.running)
 
     def step(self) -> list[TokenOutput | BeamOutput]:
-        """Run one step over everything that can run. Returns what it gave each request, if anything."""
-        output = self.scheduler.schedule()
-        if not output.requests:
-            return []
-        return self.scheduler.update(output, *self.runner.fetch(self.runner.dispatch(output)))
+        """Take the loop one step on. Returns what is known to have been generated, if anything."""
+        return self.loop.step()
 
     def close(self) -> None:
         """Stop whatever still goes on in the background."""

@@ -51,6 +51,10 @@ class Request:
     """The beam search that it is a beam of."""
     token_ids: list[int] = field(init=False)
     """Prompt and output: everything that is known."""
+    num_in_flight: int = 0
+    """Tokens that dispatched steps draw for it, and that are not known yet. They follow the known ones."""
+    max_computed_tokens: int = field(init=False)
+    """Most tokens that are ever computed: the last one that it may generate is not."""
     num_computed_tokens: int = 0
     """Tokens whose KV has been scheduled to be written."""
     num_cached_tokens: int | None = None
@@ -63,6 +67,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.max_computed_tokens = len(self.prompt_token_ids) + self.max_tokens - 1
 
     @property
     def num_tokens(self) -> int:

@@ -1,7 +1,8 @@
 """The unified scheduler: each step, who computes how many tokens. Pure host logic; knows nothing of JAX.
 
 There are no phases. Every request chases `num_tokens`: a prompt of 1,000 tokens and a request that generates differ
-only in how many known tokens are not computed yet. Each step spends at most `max_num_batched_tokens`.
+only in how many known tokens are not computed yet. Each step spends at most `max_num_batched_tokens`. A step may be
+scheduled before the tokens of the last one are known: they are in flight, and count as if they were.
 """
 
 import bisect
@@ -156,9 +157,10 @@ class Scheduler:
         A token of a request that was preempted meanwhile is delivered all the same; it will be computed as known.
         """
         outputs: list[TokenOutput | BeamOutput] = []
+        block_size = self.kv_cache.block_size
         for index, (request, token_id) in enumerate(zip(output.requests, sampled, strict=True)):
             if token_id < 0 or request.status is RequestStatus.FINISHED:
-                continue
+                continue  # its prompt goes on, or the step was dispatched before its end was known
             found = logprobs[index] if logprobs is not None else None
             if request.beams is not None:
                 # Beams that were preempted start anew together.
@@ -168,10 +170,13 @@ class Scheduler:
             if request.forks:
                 self._release_forks(request)
             num_cached = (0 if request.num_output_tokens else request.num_cached_tokens) or 0
+            request.num_in_flight -= 1
             finish_reason, stop_token_id = request.append(token_id)
             if finish_reason is not None:
                 (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
                 self._finish(request)
+            elif len(request.token_ids) % block_size == 0 and request.num_computed_tokens >= len(request.token_ids):
+                self._publish(request)
             outputs.append(TokenOutput(request.request_id, [token_id], finish_reason, stop_token_id, num_cached, found))
         return outputs
 
@@ -183,11 +188,11 @@ class Scheduler:
         while index < len(running) and step.budget > 0:
             request = running[index]
             num_computed = request.num_computed_tokens
-            num_new = len(request.token_ids) - num_computed
+            num_new = len(request.token_ids) + request.num_in_flight - num_computed
             if num_new > 1:
                 num_new = min(num_new, self._chunk, step.budget)
-            elif num_new == 0:  # a beam that waits for the others
-                index += 1
+            elif num_new == 0 or num_computed >= request.max_computed_tokens:
+                index += 1  # a beam that waits for the others, or one whose last token is in flight
                 continue
             added = grow(request.request_id, num_computed, num_computed + num_new)
             if added is None:
@@ -205,6 +210,8 @@ class Scheduler:
         index = 0
         while index < len(self.waiting) and step.budget > 0:
             request = self.waiting[index]
+            if request.num_in_flight:
+                break  # preempted, and its last tokens are not known yet: they will be in the next step
             if self._is_long(request) and num_long >= self._max_num_partial_prefills:
                 index += 1  # others go before it
                 continue
@@ -282,7 +289,8 @@ class Scheduler:
 
     def _publish(self, request: Request) -> None:
         keys = request.block_keys(self.kv_cache.block_size) if self.kv_cache.enable_prefix_caching else ()
-        self.kv_cache.publish(request.request_id, keys, request.num_computed_tokens)
+        # What is computed of tokens in flight has no name yet; `update` gives it one.
+        self.kv_cache.publish(request.request_id, keys, min(request.num_computed_tokens, request.num_tokens))
 
     def _wait(self, request: Request) -> None:
         bisect.insort(self.waiting, request, key=self._policy.key)
@@ -391,6 +399,8 @@ class _Step:
             for index, block_id in enumerate(new.block_ids, new.first_index):
                 self.new_blocks.append((request.row, new.group, index, block_id))
         request.num_computed_tokens += num_tokens
+        if request.beams is None and request.num_computed_tokens == len(request.token_ids) + request.num_in_flight:
+            request.num_in_flight += 1  # beams go on when the host has chosen among them
 
     def num_computed_before(self, request: Request) -> int:
         """Tokens of a running request whose KV is there before the step computes anything. O(requests).
@@ -407,5 +417,7 @@ class _Step:
         if request in self.requests:
             index = self.requests.index(request)
             self.budget += self.query_lens[index]
+            if request.num_in_flight and request.num_computed_tokens == request.num_tokens + request.num_in_flight - 1:
+                request.num_in_flight -= 1
             del self.requests[index], self.query_lens[index]
             self.new_blocks = [new for new in self.new_blocks if new[0] != request.row]

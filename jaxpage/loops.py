@@ -1,0 +1,114 @@
+"""The three loops around one scheduler and one device: sync, overlap and resident. No JAX.
+
+They differ in when the host learns what a step gave, and in nothing else: the same steps give the same tokens. A step's
+sampled tokens stay on the device, where the next step reads them; the host needs them to see who has finished, and to
+tell the clients. Until then a request has tokens in flight (`Request.num_in_flight`), and is scheduled as if they were
+known.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jaxpage.scheduler import Scheduler, SchedulerOutput
+from jaxpage.wire import BeamOutput, TokenLogprobs, TokenOutput
+
+Outputs = list[TokenOutput | BeamOutput]
+PHASES = ("schedule", "dispatch", "fetch", "update")
+
+
+class Device(Protocol):
+    """What runs the steps, in the order in which they are dispatched."""
+
+    def dispatch(self, output: SchedulerOutput) -> Any:
+        """Send a step off and return at once, with what `fetch` takes."""
+
+    def fetch(self, step: Any) -> tuple[Sequence[int], Sequence[TokenLogprobs | None]]:
+        """Wait for a step's results: one per scheduled request."""
+
+
+class Loop:
+    """What the loops share: the four things that are done for each step, and how long they take."""
+
+    def __init__(self, scheduler: Scheduler, device: Device) -> None:
+        self.scheduler = scheduler
+        self.device = device
+        self.num_steps = 0
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        """Host seconds spent in each phase so far; "fetch" is waiting."""
+        self._in_flight: deque[tuple[SchedulerOutput, Any]] = deque()
+
+    def step(self) -> Outputs:
+        """Do what can be done without waiting for more than one step. Returns what is known to have been generated."""
+        raise NotImplementedError
+
+    def _schedule(self) -> SchedulerOutput:
+        return self._timed("schedule", self.scheduler.schedule)
+
+    def _dispatch(self, output: SchedulerOutput) -> None:
+        self.num_steps += 1
+        self._in_flight.append((output, self._timed("dispatch", self.device.dispatch, output)))
+
+    def _fetch(self) -> tuple[SchedulerOutput, Any]:
+        """Wait for the oldest step in flight."""
+        output, step = self._in_flight.popleft()
+        return output, self._timed("fetch", self.device.fetch, step)
+
+    def _update(self, output: SchedulerOutput, results: Any) -> Outputs:
+        return self._timed("update", self.scheduler.update, output, *results)
+
+    def _timed[T](self, phase: str, work: Callable[..., T], *args: Any) -> T:
+        started = time.perf_counter()
+        result = work(*args)
+        self.seconds[phase] += time.perf_counter() - started
+        return result
+
+
+class SyncLoop(Loop):
+    """One after the other (V0): the device waits for the host, and the host for the device.
+
+    host    schedule N, dispatch N |              | update N, schedule N+1, dispatch N+1 |
+    device                         | run N        |                                      | run N+1
+    """
+
+    def step(self) -> Outputs:
+        output = self._schedule()
+        if not output.requests:
+            return []
+        self._dispatch(output)
+        return self._update(*self._fetch())
+
+
+class OverlapLoop(Loop):
+    """The host prepares a step while the one before runs (V1): the device waits for results to be fetched, no more.
+
+    host    schedule N+1, wait N | dispatch N+1 | update N, schedule N+2, wait N+1 | dispatch N+2
+    device  run N                |              | run N+1                          |
+    """
+
+    def step(self) -> Outputs:
+        output = self._schedule()
+        fetched = self._fetch() if self._in_flight else None
+        if output.requests:
+            self._dispatch(output)
+        return self._update(*fetched) if fetched is not None else []
+
+
+class ResidentLoop(Loop):
+    """Two steps are in flight (V2): the device finds the next one waiting when it is done.
+
+    host    schedule N+1, dispatch N+1 | wait N | update N, schedule N+2, dispatch N+2 | wait N+1
+    device  run N                               | run N+1                                        | run N+2
+    """
+
+    def step(self) -> Outputs:
+        output = self._schedule()
+        if output.requests:
+            self._dispatch(output)
+            if len(self._in_flight) < 2:
+                return []
+        return self._update(*self._fetch()) if self._in_flight else []
+
+
+LOOPS: dict[str, type[Loop]] = {"sync": SyncLoop, "overlap": OverlapLoop, "resident": ResidentLoop}
