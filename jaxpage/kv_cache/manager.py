@@ -165,80 +165,43 @@ class KVCacheManager:
             for group, first in zip(self._groups, source.first_kept, strict=True)
         ):
             return None
-        partial = [num_tokens % group.block_size > 0 for group in self._groups]
-        fresh = self.pool.allocate(sum(partial)) or []
-        copies = []
-        tables = []
-        for group, table, copied in zip(self._groups, source.tables, partial, strict=True):
-            first, num_full = self._first_index(group, num_tokens), num_tokens // group.block_size
-            forked = [NULL_BLOCK_ID] * first + table[first:num_full]
-            self.pool.share(forked)
-            if copied:
-                block_id = fresh.pop()
-                copies.append((table[num_full], block_id))
-                forked.append(block_id)
-            tables.append(forked)
-        self._held[target_id] = self._held_after(tables, num_tokens, [])
-        return copies
+        return self._fork(source, target_id, num_tokens)
 
     def reorder(self, request_ids: Sequence[str], sources: Sequence[int], num_tokens: int) -> list[BlockCopy] | None:
         """Let request i go on from the first `num_tokens` positions of `request_ids[sources[i]]`, for all at once.
 
-        Full blocks are shared. A partial last block stays with the first request that goes on from it and is copied for
-        the others, whose next `grow` tells the new one. Requests past the end of `sources` hold nothing afterwards.
-        Returns the copies to make before the next step; or None when too few blocks are free, and then none of them
-        holds anything any more.
+        The first that goes on from a request takes over its tables, the others fork from it; their next `grow` tells
+        the blocks that were copied for them. Requests past the end of `sources` hold nothing afterwards. Returns the
+        copies to make before the next step; or None when too few blocks are free, and then none of them holds anything
+        any more.
         """
         old = [self._held.pop(request_id, None) for request_id in request_ids]
-        tables: list[list[list[int]]] = []
-        to_copy: list[tuple[int, int, int]] = []  # (request, group, source block)
-        kept: set[int] = set()
+        for source, held in enumerate(old):
+            if held is not None and source not in sources:
+                self._free(held)
+        forks = []
         for target, source in enumerate(sources):
             held = old[source]
             assert held is not None, "a beam goes on from one that holds nothing"
-            forked = []
-            for index, (group, table) in enumerate(zip(self._groups, held.tables, strict=True)):
-                first, num_full = self._first_index(group, num_tokens), num_tokens // group.block_size
-                new = [NULL_BLOCK_ID] * first + table[first:num_full]
-                if num_tokens % group.block_size:
-                    if table[num_full] in kept:
-                        to_copy.append((target, index, table[num_full]))
-                    else:
-                        kept.add(table[num_full])
-                        new.append(table[num_full])
-                self.pool.share(new)
-                forked.append(new)
-            tables.append(forked)
-        for held in old:
-            for table in held.tables if held is not None else ():
-                self.pool.free(table)
-        fresh = self.pool.allocate(len(to_copy))
-        if fresh is None:
-            for forked in tables:
-                for table in forked:
-                    self.pool.free(table)
-            return None
-        copies = []
-        untold: list[list[NewBlocks]] = [[] for _ in sources]
-        for (target, index, source_id), block_id in zip(to_copy, fresh, strict=True):
-            table = tables[target][index]
-            untold[target].append(NewBlocks(index, len(table), [block_id]))
-            table.append(block_id)
-            copies.append((source_id, block_id))
-        for request_id, forked, new_blocks in zip(request_ids, tables, untold, strict=False):
-            self._held[request_id] = self._held_after(forked, num_tokens, new_blocks)
+            if sources.index(source) == target:
+                self._held[request_ids[target]] = held
+            else:
+                forks.append((held, request_ids[target]))
+        copies: list[BlockCopy] = []
+        for held, target_id in forks:
+            copied = self._fork(held, target_id, num_tokens)
+            if copied is None:
+                for request_id in request_ids:
+                    self.free(request_id)
+                return None
+            copies += copied
         return copies
 
     def free(self, request_id: str) -> None:
         """Give back all blocks of a request, in order of position whatever their group; nothing for an unknown one."""
         held = self._held.pop(request_id, None)
         if held is not None:
-            blocks = [
-                (index * group.block_size, block_id)
-                for group, table in zip(self._groups, held.tables, strict=True)
-                for index, block_id in enumerate(table)
-            ]
-            self.pool.free(block_id for _, block_id in sorted(blocks, key=itemgetter(0)))
+            self._free(held)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all published blocks. Refused (False) while any block is held."""
@@ -248,12 +211,38 @@ class KVCacheManager:
         """Assert the pool's invariants against the tables; see `BlockPool.check_integrity`."""
         self.pool.check_integrity([(g, table) for held in self._held.values() for g, table in enumerate(held.tables)])
 
-    def _held_after(self, tables: list[list[int]], num_tokens: int, untold: list[NewBlocks]) -> _Held:
-        """Forked tables of `num_tokens` positions, whose full blocks were published by whoever filled them."""
-        capacity = min(len(table) * group.block_size for group, table in zip(self._groups, tables, strict=True))
-        first = [self._first_index(group, num_tokens) for group in self._groups]
+    def _fork(self, source: _Held, target_id: str, num_tokens: int) -> list[BlockCopy] | None:
+        """Begin a request with the first positions of another; returns the copies, or None without room for them."""
+        fresh = self.pool.allocate(sum(num_tokens % group.block_size > 0 for group in self._groups))
+        if fresh is None:
+            return None
+        copies: list[BlockCopy] = []
+        tables: list[list[int]] = []
+        untold: list[NewBlocks] = []
+        for index, (group, table) in enumerate(zip(self._groups, source.tables, strict=True)):
+            first, num_full = self._first_index(group, num_tokens), num_tokens // group.block_size
+            forked = [NULL_BLOCK_ID] * first + table[first:num_full]
+            self.pool.share(forked)
+            if num_tokens % group.block_size:
+                block_id = fresh.pop()
+                copies.append((table[num_full], block_id))
+                untold.append(NewBlocks(index, num_full, [block_id]))
+                forked.append(block_id)
+            tables.append(forked)
+        # Whoever filled the full blocks has published them.
         published = [num_tokens // group.block_size for group in self._groups]
-        return _Held(tables, capacity, first, published, untold)
+        first_kept = [self._first_index(group, num_tokens) for group in self._groups]
+        capacity = min(len(table) * group.block_size for group, table in zip(self._groups, tables, strict=True))
+        self._held[target_id] = _Held(tables, capacity, first_kept, published, untold)
+        return copies
+
+    def _free(self, held: _Held) -> None:
+        blocks = [
+            (index * group.block_size, block_id)
+            for group, table in zip(self._groups, held.tables, strict=True)
+            for index, block_id in enumerate(table)
+        ]
+        self.pool.free(block_id for _, block_id in sorted(blocks, key=itemgetter(0)))
 
     def _give_up(self, held: _Held, num_computed_tokens: int) -> None:
         """Free the blocks that no query from `num_computed_tokens` on sees."""

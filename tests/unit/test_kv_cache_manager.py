@@ -468,6 +468,7 @@ def beams(manager: KVCacheManager, num_tokens: int) -> None:
     compute(manager, "a", list(range(num_tokens)))
     for request_id in "bc":
         assert manager.fork("a", request_id, num_tokens) is not None
+        assert manager.grow(request_id, num_tokens, num_tokens) is not None  # tells the copied blocks
 
 
 def test_beams_that_go_on_as_they_are_copy_nothing() -> None:
