@@ -12,6 +12,7 @@ import tiny
 from jaxpage.config import EngineConfig
 from jaxpage.engine_core import EngineCore
 from jaxpage.kv_cache.manager import KVCacheManager
+from jaxpage.loops import ResidentLoop
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduler import Scheduler
 from jaxpage.wire import AddRequest, BeamOutput, BeamSequence
@@ -91,14 +92,15 @@ def test_b21_searches_that_share_a_batch_find_the_same(core: EngineCore) -> None
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_b21_searches_that_are_preempted_find_the_same(core: EngineCore, caching: bool) -> None:
-    ample = core.scheduler
+    ample = core.loop
     kv_cache = KVCacheManager(16, core.runner.layout, max_step_tokens=MAX_STEP_TOKENS, enable_prefix_caching=caching)
-    core.scheduler = Scheduler(kv_cache, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_STEP_TOKENS)
+    scheduler = Scheduler(kv_cache, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_STEP_TOKENS)
+    core.loop = ResidentLoop(scheduler, core.runner)
     cases = sorted(CASES, key=lambda case: case["num_beams"])  # the widest beside each other
     try:
         results = search(core, cases)
         assert core.scheduler.num_preemptions > 0
     finally:
-        core.scheduler = ample
+        core.loop = ample
     for case, found in zip(cases, results, strict=True):
         check(case, found)

@@ -15,6 +15,7 @@ import pytest
 from jaxpage import LLM, SamplingParams
 from jaxpage.engine_core import EngineCore
 from jaxpage.kv_cache.manager import KVCacheManager
+from jaxpage.loops import LOOPS
 from jaxpage.outputs import RequestOutput
 from jaxpage.scheduler import Scheduler
 
@@ -63,13 +64,14 @@ class Model:
         return core
 
     @contextmanager
-    def host(self, *, caching: bool, num_blocks: int | None = None) -> Iterator[Scheduler]:
+    def host(self, *, caching: bool, num_blocks: int | None = None, mode: str = "resident") -> Iterator[Scheduler]:
         """Serve with an empty cache, and with this much of it."""
         num_blocks = num_blocks or self.core.runner.num_blocks
         layout = self.core.runner.layout
         kv_cache = KVCacheManager(num_blocks, layout, max_step_tokens=MAX_STEP_TOKENS, enable_prefix_caching=caching)
-        self.core.scheduler = Scheduler(kv_cache, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_STEP_TOKENS)
-        yield self.core.scheduler
+        scheduler = Scheduler(kv_cache, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_STEP_TOKENS)
+        self.core.loop = LOOPS[mode](scheduler, self.core.runner)
+        yield scheduler
         kv_cache.check_integrity()
         assert kv_cache.pool.usage == 0
 
@@ -110,7 +112,7 @@ def params(request: pytest.FixtureRequest) -> SamplingParams:
 @pytest.fixture(scope="module")
 def expected(model: Model, params: SamplingParams) -> list[RequestOutput]:
     """What each prompt gives by itself, with no cache to find anything in."""
-    with model.host(caching=False):
+    with model.host(caching=False, mode="sync"):
         return model.alone(model.prompts, params)
 
 
@@ -137,11 +139,11 @@ def test_b03_a_prompt_that_is_found_in_the_cache_gives_the_same(
         assert output.num_cached_tokens == (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def test_a_batch_gives_the_same_as_its_requests_alone(
+def test_a_batch_gives_the_same_as_its_requests_alone_in_every_loop(
     model: Model, params: SamplingParams, expected: list[RequestOutput]
 ) -> None:
-    for caching in (False, True):
-        with model.host(caching=caching):
+    for mode in LOOPS:
+        with model.host(caching=True, mode=mode):
             check_equal(model.together(model.prompts, params), expected)
 
 

@@ -106,18 +106,6 @@ def test_a_running_and_a_preempted_fork_can_be_aborted_alone() -> None:
     run(target)
 
 
-def test_a_fork_that_is_preempted_before_its_first_token_can_fork_again() -> None:
-    target = scheduler(block_size=4)
-    request = add(target, "a", 10, 9, n=2)
-    (fork,) = request.forks
-    step(target)
-    target.schedule()
-    assert fork.status is RequestStatus.RUNNING
-    target._preempt(fork, None)
-    output, _ = step(target)
-    assert [(a.request, a.num_computed_tokens) for a in output.admitted] == [(fork, 9)]
-
-
 def test_a_preempted_fork_that_has_output_starts_from_what_it_knows() -> None:
     target = scheduler(block_size=4)
     request = add(target, "a", 10, 9, n=2)
@@ -317,9 +305,39 @@ def test_the_token_in_flight_of_a_preempted_request_can_end_it() -> None:
     assert target.waiting == []
 
 
-def test_a_request_whose_token_is_in_flight_is_not_scheduled_again() -> None:
+def test_a_token_in_flight_is_scheduled_as_if_it_were_known_but_none_past_the_end() -> None:
     target = scheduler()
-    add(target, "a", 4, 5)
+    add(target, "a", 4, 3)
+    steps = [target.schedule() for _ in range(4)]
+    assert [lens(output) for output in steps] == [{"a": 4}, {"a": 1}, {"a": 1}, {}]
+    outputs = [given for output in steps[:3] for given in target.update(output, [7])]
+    assert outputs == [TokenOutput("a", [7]), TokenOutput("a", [7]), TokenOutput("a", [7], "length")]
+
+
+def test_what_was_scheduled_past_a_stop_is_dropped() -> None:
+    target = scheduler()
+    add(target, "a", 4, 9)
+    first, second = target.schedule(), target.schedule()
+    assert target.update(first, [STOP]) == [TokenOutput("a", [STOP], "stop", STOP)]
+    assert target.update(second, [7]) == []
+    assert not target.has_requests
+
+
+def test_a_preempted_request_waits_for_its_token_in_flight_before_it_resumes() -> None:
+    target = scheduler()
+    a = add(target, "a", 4, 9)
     first = target.schedule()
-    second = target.schedule()
-    assert (lens(first), lens(second)) == ({"a": 4}, {})
+    target._preempt(a, None)
+    assert target.schedule().admitted == []
+    target.update(first, [7])
+    (admitted,) = target.schedule().admitted
+    assert admitted.token_ids == [1, 2, 3, 4, 7]
+
+
+def test_a_block_is_found_as_soon_as_its_tokens_are_known() -> None:
+    target = scheduler(block_size=4, caching=True)
+    add(target, "a", 3, 9)
+    steps = [target.schedule() for _ in range(3)]  # the second one fills the block
+    assert target.kv_cache.pool.num_cached == 0
+    target.update(steps[0], [7])
+    assert target.kv_cache.pool.num_cached == 1
