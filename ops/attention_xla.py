@@ -18,6 +18,9 @@ GROUP = 32
 TILE_TOKENS = 64
 """KV positions read at a time."""
 
+KV_HEADS_TOGETHER = 8
+"""The most KV heads that a lone query reads in one product."""
+
 _MASKED = -1e30
 
 
@@ -80,22 +83,28 @@ def paged_attention_xla(
         blocks = _QueryBlocks(grouped[:, None], positions[:, None], block_tables)
         return _attend(blocks, kv_layer, options)[:, 0].reshape(q.shape).astype(q.dtype)
 
-    # Query blocks are numbered row after row; a step of this shape has at most this many.
+    # Query blocks are numbered row after row; a step of this shape has at most this many, in whole groups.
     most = num_tokens // QUERY_BLOCK + query_lens.shape[0]
     size = min(GROUP, most)
+    index = jnp.arange(-(-most // size) * size)
     per_row = (query_lens + QUERY_BLOCK - 1) // QUERY_BLOCK
     ends = jnp.cumsum(per_row)  # [rows], query blocks up to each row's end
+    row = jnp.minimum(jnp.searchsorted(ends, index, side="right"), query_lens.shape[0] - 1)
+    offset = (index - ends[row] + per_row[row])[:, None] * QUERY_BLOCK + jnp.arange(QUERY_BLOCK)  # within the row
+    live = (offset < query_lens[row][:, None]) & (index < ends[-1])[:, None]
+    tokens = jnp.where(live, query_start[row][:, None] + offset, num_tokens)
+    positions = jnp.where(live, (kv_lens - query_lens)[row][:, None] + offset, -1)
+    # Fused with the reads that they index, these would be computed again for every element read.
+    row, tokens, positions = jax.lax.optimization_barrier((row, tokens, positions))
 
     def run_group(group: jax.Array | int, out: jax.Array) -> jax.Array:
-        index = group * size + jnp.arange(size)
-        row = jnp.minimum(jnp.searchsorted(ends, index, side="right"), query_lens.shape[0] - 1)
-        offset = (index - ends[row] + per_row[row])[:, None] * QUERY_BLOCK + jnp.arange(QUERY_BLOCK)  # within the row
-        live = (offset < query_lens[row][:, None]) & (index < ends[-1])[:, None]
-        tokens = jnp.where(live, query_start[row][:, None] + offset, num_tokens)
-        positions = jnp.where(live, (kv_lens - query_lens)[row][:, None] + offset, -1)
-        blocks = _QueryBlocks(grouped.at[tokens].get(mode="clip"), positions, block_tables[row])
-        attended = _attend(blocks, kv_layer, options).reshape(-1, num_heads, head_dim)
-        return out.at[tokens.reshape(-1)].set(attended.astype(q.dtype), mode="drop")
+        group_row, group_tokens, group_positions = (
+            jax.lax.dynamic_slice_in_dim(array, group * size, size) for array in (row, tokens, positions)
+        )
+        group_q = grouped.at[group_tokens].get(mode="clip")
+        attended = _attend(_QueryBlocks(group_q, group_positions, block_tables[group_row]), kv_layer, options)
+        updates = attended.reshape(-1, num_heads, head_dim).astype(q.dtype)
+        return out.at[group_tokens.reshape(-1)].set(updates, mode="drop")
 
     if most <= size:
         return run_group(0, jnp.zeros_like(q))
@@ -103,16 +112,25 @@ def paged_attention_xla(
 
 
 def _attend(blocks: _QueryBlocks, kv_layer: jax.Array, options: _Options) -> jax.Array:
-    """Attention of every query block over its row's KV, as [n, m, kv_heads, heads per kv head, head_dim] float32."""
+    """Attention of every query block over its row's KV, as [n, m, kv_heads, heads per kv head, head_dim] float32.
+
+    A product reads `together` kv heads as one of their joint size, and a query is zero outside its own kv head. With
+    one query per block that beats a product for each kv head: their keys and values need not be separated.
+    Letters: b a product, h its queries, s kv positions, x the components of the kv heads that it reads.
+    """
     n, m, kv_heads, per_kv_head, head_dim = blocks.q.shape
     block_size = kv_layer.shape[2]
     width = blocks.block_tables.shape[1]
     tile_blocks = max(1, min(TILE_TOKENS // block_size, width))
     tile_tokens = tile_blocks * block_size
     tables = jnp.pad(blocks.block_tables, ((0, 0), (0, -width % tile_blocks)))
-    # [n, g, h * m, d]: all queries that read one kv head in one product.
-    q = blocks.q.transpose(0, 2, 3, 1, 4).reshape(n, kv_heads, per_kv_head * m, head_dim)
-    positions = jnp.tile(blocks.positions, (1, per_kv_head))[:, None, :, None]  # [n, 1, h * m, 1]
+    together = 1 if m > 1 else max(c for c in range(1, KV_HEADS_TOGETHER + 1) if kv_heads % c == 0)
+    products = kv_heads // together  # of a query block
+    own = jnp.eye(together, dtype=bool)[:, None, None, :, None]
+    q = blocks.q.transpose(0, 2, 3, 1, 4).reshape(-1, together, per_kv_head, m, 1, head_dim)
+    q = jnp.where(own, q, 0).reshape(n * products, together * per_kv_head * m, together * head_dim)  # [b, h, x]
+    positions = jnp.tile(jnp.repeat(blocks.positions, products, axis=0), (1, together * per_kv_head))
+    positions = positions[:, :, None]  # [b, h, 1]
     first_visible = options.first_visible(positions)
 
     # What some query of a block sees, as [n, 1]; nothing where the block has no query.
@@ -121,29 +139,40 @@ def _attend(blocks: _QueryBlocks, kv_layer: jax.Array, options: _Options) -> jax
     first_seen = options.first_visible(oldest)
     first_tile = jnp.minimum(jnp.min(first_seen), width * block_size) // tile_tokens
     num_tiles = jnp.max(newest) // tile_tokens + 1
+    kv_rows = kv_layer.reshape(-1, kv_heads * head_dim)  # per block its keys, then its values
 
     def read_tile(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, weighted = state
         ids = jax.lax.dynamic_slice_in_dim(tables, tile * tile_blocks, tile_blocks, axis=1)
-        k = kv_layer[ids, 0].reshape(n, tile_tokens, kv_heads, head_dim)
-        v = kv_layer[ids, 1].reshape(n, tile_tokens, kv_heads, head_dim)
+        key_rows = (ids[:, :, None] * (2 * block_size) + jnp.arange(block_size)).reshape(-1)
+        # Fused with the reads that they index, these would be computed again for every element read.
+        key_rows = jax.lax.optimization_barrier(key_rows)
         kv_positions = tile * tile_tokens + jnp.arange(tile_tokens)
         visible = (kv_positions >= first_visible) & (kv_positions <= positions)
-        # A slot that no query sees may hold NaN (unwritten, or another request's), and 0 * NaN is NaN.
+        # A slot that no query sees may hold NaN (unwritten, or another request's), and 0 * NaN is NaN. Keys might stay
+        # as they are, but XLA's CPU backend runs a gather on all cores only when it is fused with something.
         seen = (kv_positions >= first_seen) & (kv_positions <= newest)
-        v = jnp.where(seen[:, :, None, None], v, 0)
-        scores = jnp.einsum("nghd,nsgd->nghs", q, k, preferred_element_type=jnp.float32) * options.scale
+
+        def read(rows: jax.Array) -> jax.Array:
+            """[b, s, x]"""
+            read = kv_rows.at[rows].get(mode="promise_in_bounds").reshape(n, tile_tokens, -1)
+            read = jnp.where(seen[:, :, None], read, 0).reshape(n, tile_tokens, products, -1)
+            return read.swapaxes(1, 2).reshape(n * products, tile_tokens, -1)
+
+        k, v = read(key_rows), read(key_rows + block_size)
+        scores = jnp.einsum("bhx,bsx->bhs", q, k, preferred_element_type=jnp.float32) * options.scale
         if options.softcap is not None:
             scores = options.softcap * jnp.tanh(scores / options.softcap)
         scores = jnp.where(visible, scores, _MASKED)
         new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
         decay = jnp.exp(highest - new_highest)
         weights = jnp.where(visible, jnp.exp(scores - new_highest[..., None]), 0)
-        read = jnp.einsum("nghs,nsgd->nghd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return new_highest, total * decay + weights.sum(-1), weighted * decay[..., None] + read
+        update = jnp.einsum("bhs,bsx->bhx", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return new_highest, total * decay + weights.sum(-1), weighted * decay[..., None] + update
 
-    shape = (n, kv_heads, per_kv_head * m)
-    start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    start = (jnp.full(q.shape[:2], _MASKED), jnp.zeros(q.shape[:2]), jnp.zeros(q.shape))
     _, total, weighted = jax.lax.fori_loop(first_tile, num_tiles, read_tile, start)
     out = weighted / jnp.where(total == 0, 1, total)[..., None]
+    out = out.reshape(-1, together, per_kv_head, m, together, head_dim)
+    out = jnp.where(own, out, 0).sum(-2)
     return out.reshape(n, kv_heads, per_kv_head, m, head_dim).transpose(0, 3, 1, 2, 4)

@@ -113,7 +113,9 @@ def rope_cos_sin(positions: jax.Array, lengths: jax.Array, rope: RopeConfig) -> 
         exponents = jnp.arange(0, rope.rotary_dim, 2, dtype=jnp.float32) / rope.rotary_dim
         frequencies = 1.0 / theta[:, None] ** exponents
     angles = positions[:, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles) * rope.attention_scaling, jnp.sin(angles) * rope.attention_scaling
+    cos_sin = jnp.cos(angles) * rope.attention_scaling, jnp.sin(angles) * rope.attention_scaling
+    # Fused with what uses them, they would be computed again in every layer, for every head.
+    return jax.lax.optimization_barrier(cos_sin)
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -260,6 +260,14 @@ def test_block_table_shorter_than_a_tile_is_read_in_full() -> None:
         check(SHORT_TABLE, [(kv_len, min(kv_len, 7)), (9, 1)], seed=kv_len)
 
 
+@pytest.mark.parametrize("num_kv_heads", [8, 10, 11])
+def test_any_number_of_kv_heads(num_kv_heads: int) -> None:
+    # A lone query reads up to 8 at once: here all of them, half of them, and one by one.
+    shape = Shape(8, 8, 1, head_dim=16, block_size=16, num_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads, width=5)
+    check(shape, [(n, 1) for n in (1, 16, 17, 63, 64, 65, 80)])
+    check(shape, [(n, 1) for n in (1, 16, 17, 63, 64, 65, 80)], Options(window=20))
+
+
 def test_bfloat16_is_close_to_dense_attention() -> None:
     shape = Shape(88, 8, 88, head_dim=64, block_size=16, num_heads=4, num_kv_heads=2, width=9, dtype="bfloat16")
     for seed in range(5):
