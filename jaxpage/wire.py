@@ -97,7 +97,7 @@ class BeamOutput(msgspec.Struct, frozen=True, tag="beams", array_like=True):
     @property
     def finish_reason(self) -> str:
         """A search gives nothing before its end."""
-        return self.sequences[0].finish_reason
+        return self.sequences[0].finish_reason if self.sequences else "length"
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):

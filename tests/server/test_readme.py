@@ -32,9 +32,9 @@ def run_python(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_offline_example_completes_and_chats() -> None:
-    (example,) = [block for block in blocks("python") if "LLM(" in block]
-    printed = run_python(example, "-c")
+def test_the_offline_examples_complete_chat_and_search() -> None:
+    examples = [block for block in blocks("python") if "llm." in block]
+    printed = run_python("\n".join(examples), "-c")
     assert "Paris" in printed
 
 
