@@ -33,11 +33,14 @@ def scheduler(options: dict[str, Any], *, num_prompts: int, input_len: int, outp
             started = time.perf_counter()
             output = target.schedule()
             scheduled = time.perf_counter()
-            target.update(output, [_sampled(request) for request in output.requests])
+            sampled = [_sampled(request) for request in output.requests]
+            fetched = time.perf_counter()
+            target.update(output, sampled)
+            updated = time.perf_counter()
             # All generate and nobody is done: the steady state.
             if output.query_lens == [1] * num_prompts and target.has_requests:
                 schedule_ms.append(1e3 * (scheduled - started))
-                update_ms.append(1e3 * (time.perf_counter() - scheduled))
+                update_ms.append(1e3 * (updated - fetched))
     return {
         "num_requests": num_prompts,
         "num_steps": len(schedule_ms),
