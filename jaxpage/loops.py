@@ -7,6 +7,7 @@ known.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ class Device(Protocol):
         """Wait for a step's results: one per scheduled request."""
 
 
-class Loop:
+class Loop(ABC):
     """What the loops share: the four things that are done for each step, and how long they take."""
 
     def __init__(self, scheduler: Scheduler, device: Device) -> None:
@@ -39,9 +40,9 @@ class Loop:
         """Host seconds spent in each phase so far; "fetch" is waiting."""
         self._in_flight: deque[tuple[SchedulerOutput, Any]] = deque()
 
+    @abstractmethod
     def step(self) -> Outputs:
         """Do what can be done without waiting for more than one step. Returns what is known to have been generated."""
-        raise NotImplementedError
 
     def _schedule(self) -> SchedulerOutput:
         return self._timed("schedule", self.scheduler.schedule)

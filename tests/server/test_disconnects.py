@@ -47,6 +47,7 @@ def test_a21_all_prompts_of_a_request_are_aborted(url: str, engine: FakeEngine, 
     wait_until(lambda: len(engine.seen_params) == 3 and len(engine.running) == 2, "one has ended and two run")
     connection.close()
     wait_until(lambda: engine.num_open == 0, "the engine is free again")
+    assert (len(engine.running), len(engine.waiting)) == (0, 0)
 
 
 def test_a21_twenty_requests_running_and_queued_are_aborted(
