@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+from tiny_engine import MAX_STEP_TOKENS, open_engine
 
-from jaxpage.config import EngineConfig
 from jaxpage.engine_core import EngineCore
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.loops import ResidentLoop
@@ -19,23 +19,13 @@ from jaxpage.wire import AddRequest, BeamOutput, BeamSequence
 
 CASES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("beam_search.json").read_text("utf-8"))["cases"]
 TOLERANCE = 1e-4
-MAX_STEP_TOKENS = 64
 MAX_NUM_SEQS = 16
 
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
     folder = tmp_path_factory.mktemp("tiny_llama")
-    tiny.write_checkpoint(folder, tiny.TINY["llama"], tiny.make_weights(tiny.TINY["llama"]))
-    config = EngineConfig(
-        model=str(folder),
-        max_model_len=64,
-        num_blocks=200,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=MAX_STEP_TOKENS,
-        background_compile=False,
-    )
-    core = EngineCore(config)
+    core = open_engine(folder, "llama", max_model_len=64, num_blocks=200, max_num_seqs=MAX_NUM_SEQS)
     yield core
     core.close()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+from tiny_engine import MAX_STEP_TOKENS, open_engine
 
-from jaxpage.config import EngineConfig
 from jaxpage.engine_core import EngineCore
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.loops import ResidentLoop
@@ -17,7 +17,7 @@ from jaxpage.scheduler import Scheduler
 from jaxpage.wire import AddRequest, TokenOutput
 
 GOLDEN = np.load(Path(__file__).with_name("tiny_logits.npz"))
-MAX_NUM_SEQS, MAX_STEP_TOKENS = 4, 64
+MAX_NUM_SEQS = 4
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 TOLERANCE = 1e-3
 
@@ -31,16 +31,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def core(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
     folder = tmp_path_factory.mktemp(name)
-    tiny.write_checkpoint(folder, tiny.TINY[name], tiny.make_weights(tiny.TINY[name]))
-    config = EngineConfig(
-        model=str(folder),
-        max_model_len=144,
-        num_blocks=100,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=MAX_STEP_TOKENS,
-        background_compile=False,
-    )
-    core = EngineCore(config)
+    core = open_engine(folder, name, max_model_len=144, num_blocks=100, max_num_seqs=MAX_NUM_SEQS)
     yield core
     core.close()
 
