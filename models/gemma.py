@@ -26,9 +26,10 @@ from jaxpage.models.layers import (
     output_logits,
     project_out,
     project_qkv,
+    run_layers,
 )
 from jaxpage.models.params import Params, Weight, weight
-from jaxpage.ops.attention import AttentionMetadata, KVCache, attend
+from jaxpage.ops.attention import AttentionMetadata, KVCache, LayerMetadata, attend
 from jaxpage.ops.norm import zero_centered_rms_norm
 from jaxpage.ops.rope import RopeConfig, apply_rope, rope_cos_sin
 
@@ -140,22 +141,21 @@ def forward(
     def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
         return zero_centered_rms_norm(x, weight, cfg.norm_eps)
 
-    x = embed(params, tokens, cfg)
     rope = rope_cos_sin(positions, metadata.rope_lengths, cfg.rope)
     local_rope = rope_cos_sin(positions, metadata.rope_lengths, cfg.local_rope) if cfg.local_rope else rope
-    for index, (layer, window) in enumerate(zip(params["layers"], cfg.windows, strict=True)):
-        with jax.named_scope("layer"):
-            q, k, v = project_qkv(layer, norm(x, layer["pre_attention_norm"]), cfg)
-            if cfg.qk_norm:
-                q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
-            cos_sin = local_rope if window else rope
-            q, k = apply_rope(q, *cos_sin), apply_rope(k, *cos_sin)
-            attended, kv_cache = attend(
-                q, k, v, kv_cache, index, metadata, scale=cfg.attention_scale, softcap=cfg.attention_softcap
-            )
-            x = x + norm(project_out(layer, attended), layer["post_attention_norm"])
-            mlp = gated_mlp(layer, norm(x, layer["pre_mlp_norm"]), jax.nn.gelu)  # the approximation by tanh
-            x = x + norm(mlp, layer["post_mlp_norm"])
+
+    def layer(weights: Params, x: jax.Array, buffer: jax.Array, metadata: LayerMetadata) -> tuple[jax.Array, jax.Array]:
+        q, k, v = project_qkv(weights, norm(x, weights["pre_attention_norm"]), cfg)
+        if cfg.qk_norm:
+            q, k = norm(q, weights["q_norm"]), norm(k, weights["k_norm"])
+        cos_sin = local_rope if metadata.group.spec.window else rope
+        q, k = apply_rope(q, *cos_sin), apply_rope(k, *cos_sin)
+        attended, buffer = attend(q, k, v, buffer, metadata, scale=cfg.attention_scale, softcap=cfg.attention_softcap)
+        x = x + norm(project_out(weights, attended), weights["post_attention_norm"])
+        mlp = gated_mlp(weights, norm(x, weights["pre_mlp_norm"]), jax.nn.gelu)  # the approximation by tanh
+        return x + norm(mlp, weights["post_mlp_norm"]), buffer
+
+    x, kv_cache = run_layers(layer, params["layers"], embed(params, tokens, cfg), kv_cache, metadata)
     return norm(x, params["norm"]), kv_cache
 
 

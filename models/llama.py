@@ -18,9 +18,10 @@ from jaxpage.models.layers import (
     output_logits,
     project_out,
     project_qkv,
+    run_layers,
 )
 from jaxpage.models.params import Params, Weight, weight
-from jaxpage.ops.attention import AttentionMetadata, KVCache, attend
+from jaxpage.ops.attention import AttentionMetadata, KVCache, LayerMetadata, attend
 from jaxpage.ops.norm import rms_norm
 from jaxpage.ops.rope import apply_rope, rope_cos_sin
 
@@ -98,18 +99,19 @@ def forward(
 
     tokens, positions: [tokens] int32. Returns the final hidden states [tokens, embed], normed, and the updated cache.
     """
-    x = params["embed"][tokens]
     rope = rope_cos_sin(positions, metadata.rope_lengths, cfg.rope)
-    for index, layer in enumerate(params["layers"]):
-        with jax.named_scope("layer"):
-            q, k, v = project_qkv(layer, rms_norm(x, layer["input_norm"], cfg.norm_eps), cfg)
-            if cfg.qk_norm:
-                q = rms_norm(q, layer["q_norm"], cfg.norm_eps)
-                k = rms_norm(k, layer["k_norm"], cfg.norm_eps)
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-            attended, kv_cache = attend(q, k, v, kv_cache, index, metadata, scale=cfg.attention_scale)
-            x = x + project_out(layer, attended)
-            x = x + gated_mlp(layer, rms_norm(x, layer["post_norm"], cfg.norm_eps), jax.nn.silu)
+
+    def layer(weights: Params, x: jax.Array, buffer: jax.Array, metadata: LayerMetadata) -> tuple[jax.Array, jax.Array]:
+        q, k, v = project_qkv(weights, rms_norm(x, weights["input_norm"], cfg.norm_eps), cfg)
+        if cfg.qk_norm:
+            q = rms_norm(q, weights["q_norm"], cfg.norm_eps)
+            k = rms_norm(k, weights["k_norm"], cfg.norm_eps)
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        attended, buffer = attend(q, k, v, buffer, metadata, scale=cfg.attention_scale)
+        x = x + project_out(weights, attended)
+        return x + gated_mlp(weights, rms_norm(x, weights["post_norm"], cfg.norm_eps), jax.nn.silu), buffer
+
+    x, kv_cache = run_layers(layer, params["layers"], params["embed"][tokens], kv_cache, metadata)
     return rms_norm(x, params["norm"], cfg.norm_eps), kv_cache
 
 

@@ -1,12 +1,11 @@
 """Paged attention: the cache, what a step tells the kernel, and which implementation runs."""
 
-import dataclasses
 from dataclasses import dataclass, field
 
 import jax
 
 from jaxpage.ops.attention_xla import paged_attention_xla
-from jaxpage.ops.kv_spec import KVLayout
+from jaxpage.ops.kv_spec import KVGroup, KVLayout
 from jaxpage.ops.kv_write import write_kv
 
 
@@ -40,33 +39,57 @@ class AttentionMetadata:
     rope_lengths: jax.Array  # [tokens] int32, the sequence length that RoPE scalings see
     max_query_len: int = field(metadata={"static": True})
 
+    def of_group(self, index: int, layout: KVLayout) -> "LayerMetadata":
+        """The batch as the layers of KV group `index` see it."""
+        return LayerMetadata(
+            slots=self.slots[index],
+            block_tables=self.block_tables[index],
+            query_start=self.query_start,
+            query_lens=self.query_lens,
+            kv_lens=self.kv_lens,
+            max_query_len=self.max_query_len,
+            group=layout.groups[index],
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerMetadata:
+    """One step's ragged batch for the layers of one KV group; fields as in `AttentionMetadata`."""
+
+    slots: jax.Array  # [tokens] int32
+    block_tables: jax.Array  # [rows, width] int32
+    query_start: jax.Array  # [rows + 1] int32
+    query_lens: jax.Array  # [rows] int32
+    kv_lens: jax.Array  # [rows] int32
+    max_query_len: int = field(metadata={"static": True})
+    group: KVGroup = field(metadata={"static": True})
+
 
 def attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    kv_cache: KVCache,
-    layer: int,
-    metadata: AttentionMetadata,
+    buffer: jax.Array,
+    metadata: LayerMetadata,
     *,
     scale: float,
     softcap: float | None = None,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, jax.Array]:
     """Write a layer's new keys and values, then attend over all that its kind (`KVSpec`) lets each query see.
 
-    q: [tokens, heads, head_dim]; k, v: [tokens, num_kv_heads, head_dim]. All of a step's KV is written first: a row may
-    read blocks that another row fills in the same step. Returns q's shape and dtype (0 for padding), and the cache.
+    q: [tokens, heads, head_dim]; k, v: [tokens, num_kv_heads, head_dim]; buffer: the layer's array of the `KVCache`.
+    All of a step's KV is written first: a row may read blocks that another row fills in the same step. Returns q's
+    shape and dtype (0 for padding), and the buffer.
     """
-    group, buffer = kv_cache.layout.layers[layer]
-    spec, block_size = kv_cache.layout.groups[group].spec, kv_cache.layout.groups[group].block_size
-    stored = kv_cache.buffers[buffer]
+    spec = metadata.group.spec
     # Layers that keep less per token see the same page as a larger block.
-    kv_layer = stored.reshape(kv_cache.num_blocks, 2, block_size, spec.num_kv_heads, spec.head_dim)
-    kv_layer = write_kv(kv_layer, k, v, metadata.slots[group])
+    kv_layer = buffer.reshape(buffer.shape[0], 2, metadata.group.block_size, spec.num_kv_heads, spec.head_dim)
+    kv_layer = write_kv(kv_layer, k, v, metadata.slots)
     out = paged_attention_xla(
         q,
         kv_layer,
-        block_tables=metadata.block_tables[group],
+        block_tables=metadata.block_tables,
         query_start=metadata.query_start,
         query_lens=metadata.query_lens,
         kv_lens=metadata.kv_lens,
@@ -76,6 +99,4 @@ def attend(
         chunk=spec.chunk,
         softcap=softcap,
     )
-    buffers = list(kv_cache.buffers)
-    buffers[buffer] = kv_layer.reshape(stored.shape)
-    return out, dataclasses.replace(kv_cache, buffers=buffers)
+    return out, kv_layer.reshape(buffer.shape)

@@ -92,10 +92,10 @@ def served() -> Served:
 
     num_kv_heads = [LAYOUT.groups[group].spec.num_kv_heads for group, _ in LAYOUT.layers]
     rows = [[(draw(length, HEADS), draw(length, g), draw(length, g)) for length in LENS] for g in num_kv_heads]
-    run = jax.jit(partial(attend, scale=SCALE), static_argnames=("layer",))
+    run = jax.jit(partial(attend, scale=SCALE))
     # A slot that was never written holds NaN: reading one shows.
     empty = empty_kv_cache(LAYOUT, int(tables.max()) + 1, np.dtype(np.float32))
-    cache = jax.tree.map(lambda buffer: jnp.full_like(buffer, jnp.nan), empty)
+    buffers = [jnp.full_like(buffer, jnp.nan) for buffer in empty.buffers]
     outputs: list[list[list[np.ndarray]]] = [[[] for _ in LENS] for _ in rows]
     padding = []
     computed = np.zeros(len(LENS), int)
@@ -110,12 +110,14 @@ def served() -> Served:
                 )
                 for i in range(3)
             )
-            out, cache = run(q, k, v, cache, layer, metadata)
+            group, buffer = LAYOUT.layers[layer]
+            out, buffers[buffer] = run(q, k, v, buffers[buffer], metadata.of_group(group, LAYOUT))
             for row, (end, count) in enumerate(zip(ends, query_lens, strict=True)):
                 outputs[layer][row].append(np.asarray(out[end - count : end]))
             padding.append(np.asarray(out[ends[-1] :]))
         computed += query_lens
     assert computed.tolist() == list(LENS)
+    cache = KVCache(buffers, LAYOUT)
     return Served(tables, rows, [[np.concatenate(parts) for parts in layer] for layer in outputs], padding, cache)
 
 
