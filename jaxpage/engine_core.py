@@ -47,7 +47,7 @@ class EngineCore:
         """
         policy = load_policy(config.scheduling_policy)  # before the weights: a mistake is told at once
         checkpoint = open_checkpoint(config.model)
-        self.runner = Runner(config, checkpoint)
+        self.runner = Runner(config, checkpoint, progress)
         scheduler = Scheduler(
             KVCacheManager(
                 self.runner.num_blocks,
@@ -76,7 +76,7 @@ class EngineCore:
                 for width in range(1, MAX_BEAM_WIDTH + 1)
             ],
         )
-        self.runner.warm_up(background=config.background_compile, progress=progress)
+        self.runner.warm_up()
 
     @property
     def scheduler(self) -> Scheduler:
@@ -141,7 +141,9 @@ class EngineCore:
 
     def step(self) -> list[TokenOutput | BeamOutput]:
         """Take the loop one step on. Returns what is known to have been generated, if anything."""
-        return self.loop.step()
+        self.scheduler.token_budget = self.runner.token_budget
+        with self.runner.watched():
+            return self.loop.step()
 
     def close(self) -> None:
         """Stop whatever still goes on in the background."""

@@ -86,7 +86,8 @@ class Scheduler:
         """In order of admission; the beams of a search stand together."""
         self.num_preemptions = 0
         self._policy = policy or FirstComeFirstServed()
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.token_budget = max_num_batched_tokens
+        """Most tokens of a step; at most what it was made with."""
         self._chunk = long_prefill_token_threshold or max_num_batched_tokens
         self._max_num_partial_prefills = max_num_partial_prefills if long_prefill_token_threshold else 0
         self._max_num_seqs = max_num_seqs
@@ -133,7 +134,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Spend the token budget: running requests first, then waiting ones, unless somebody had to be preempted."""
-        step = _Step(self._max_num_batched_tokens)
+        step = _Step(self.token_budget)
         preempted = self._schedule_running(step)
         block_size = self.kv_cache.block_size
         for request, query_len in zip(step.requests, step.query_lens, strict=True):

@@ -68,6 +68,11 @@ def map_weights(function: Callable[[Weight], Any], specs: Params) -> Params:
     return jax.tree.map(function, specs, is_leaf=lambda leaf: isinstance(leaf, Weight))
 
 
+def param_shapes(specs: Params, dtype: np.dtype[Any], mesh: Mesh) -> Params:
+    """What `load_params` will give, as `ShapeDtypeStruct`s."""
+    return map_weights(lambda weight: jax.ShapeDtypeStruct(weight.shape, dtype, sharding=weight.sharding(mesh)), specs)
+
+
 def load_params(specs: Params, checkpoint: Checkpoint, dtype: np.dtype[Any], mesh: Mesh) -> Params:
     """Read every weight of `specs` straight to its devices, one at a time in host memory.
 

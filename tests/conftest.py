@@ -37,6 +37,7 @@ def tiny_options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "model": str(folder / "model"),
         "compile_cache_dir": str(folder / "programs"),
         "background_compile": False,
+        "strict_shapes": True,
         "max_model_len": 128,
         "block_size": 4,
         "num_blocks": 81,

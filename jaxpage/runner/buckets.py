@@ -44,10 +44,17 @@ def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]
     return sorted(buckets)
 
 
-def first_buckets(buckets: Collection[Bucket]) -> list[Bucket]:
-    """The least that serves everything: the largest decode and the largest mixed step."""
-    decode = max(bucket for bucket in buckets if bucket.max_query_len == 1)
-    return [max(buckets), decode] if max(buckets) != decode else [decode]
+def by_usefulness(buckets: Collection[Bucket]) -> list[Bucket]:
+    """The order to compile in.
+
+    First what serves everything, if a step carries no more tokens than it: the smallest that takes prompts and all
+    rows. Then the largest decode, which all decoding can run in; what serves a lone request; and the rest.
+    """
+    mixed = sorted(bucket for bucket in buckets if bucket.max_query_len > 1)
+    decode = sorted(bucket for bucket in buckets if bucket.max_query_len == 1)
+    num_rows = max(bucket.num_rows for bucket in buckets)
+    first = [bucket for bucket in mixed or decode if bucket.num_rows == num_rows][:1]
+    return list(dict.fromkeys([*first, *decode[-1:], *decode[:1], *mixed[:1], *mixed[-1:], *sorted(buckets)]))
 
 
 def choose_bucket(buckets: Collection[Bucket], num_tokens: int, num_rows: int, max_query_len: int) -> Bucket:

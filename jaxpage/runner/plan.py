@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpage.ops.kv_spec import KVLayout
-from jaxpage.runner.buckets import Bucket
 from jaxpage.sampling_params import MAX_STOP_TOKEN_IDS
 from jaxpage.scheduler import AdmittedRequest, SchedulerOutput
 
@@ -20,41 +19,15 @@ _UNUSED = np.iinfo(np.int32).max
 """An index out of every array's range: scatters with mode="drop" write nowhere."""
 
 
-class StepPlan(NamedTuple):
-    """A step's plan on the device."""
-
-    rows: jax.Array  # [num_rows] int32, maximal in padding
-    query_lens: jax.Array  # [num_rows] int32, 0 in padding
-    new_blocks: jax.Array  # [4, updates] int32: row, KV group, index in its table, block id; maximal in padding
+NUM_EDITS = 64
+"""Edits that travel with a step; if there are more, the rest go ahead of it."""
 
 
-def _max_updates(bucket: Bucket, layout: KVLayout) -> int:
-    """A step fills this many new blocks at most: every row may begin one in each group that it does not fill."""
-    return sum(bucket.num_rows + bucket.num_tokens // group.block_size for group in layout.groups)
-
-
-def pack_step(output: SchedulerOutput, bucket: Bucket, layout: KVLayout) -> np.ndarray:
-    """Pack a step for `bucket`, as [2 * num_rows + 4 * updates] int32."""
-    updates = _max_updates(bucket, layout)
-    plan = np.full(2 * bucket.num_rows + 4 * updates, _UNUSED, np.int32)
-    plan[bucket.num_rows : 2 * bucket.num_rows] = 0
-    plan[: len(output.rows)] = output.rows
-    plan[bucket.num_rows : bucket.num_rows + len(output.rows)] = output.query_lens
-    if output.new_blocks:
-        blocks = plan[2 * bucket.num_rows :].reshape(4, updates)
-        blocks[:, : len(output.new_blocks)] = np.asarray(output.new_blocks, np.int32).T
-    return plan
-
-
-def empty_step(bucket: Bucket, layout: KVLayout) -> np.ndarray:
-    """The plan of a step that does nothing."""
-    return pack_step(SchedulerOutput([], [], [], [], [], [], []), bucket, layout)
-
-
-def unpack_step(plan: jax.Array, bucket: Bucket) -> StepPlan:
-    """The inverse of `pack_step`, in a compiled program."""
-    n = bucket.num_rows
-    return StepPlan(plan[:n], plan[n : 2 * n], plan[2 * n :].reshape(4, -1))
+def pack_edits(edits: np.ndarray, capacity: int) -> np.ndarray:
+    """Edits of the state (`StepTable`), [2, n] int32, padded to [2, capacity]."""
+    packed = np.full((2, capacity), _UNUSED, np.int32)
+    packed[:, : edits.shape[1]] = edits
+    return packed
 
 
 class ForkPlan(NamedTuple):
@@ -77,6 +50,11 @@ def pack_forks(output: SchedulerOutput, num_rows: int, num_groups: int) -> np.nd
         copies = packed[3 * num_rows + 1 :].reshape(2, capacity)
         copies[:, : len(output.block_copies)] = np.asarray(output.block_copies, np.int32).T
     return packed
+
+
+def empty_forks(num_rows: int, num_groups: int) -> np.ndarray:
+    """Forks and copies of nothing."""
+    return pack_forks(SchedulerOutput([], [], [], [], [], [], []), num_rows, num_groups)
 
 
 def unpack_forks(packed: jax.Array, num_rows: int) -> ForkPlan:

@@ -37,15 +37,24 @@ def resolve_max_model_len(config: EngineConfig, longest: int) -> int:
 
 
 def resolve_num_blocks(
-    config: EngineConfig, layout: KVLayout, dtype: np.dtype[Any], max_model_len: int, device: jax.Device
+    config: EngineConfig,
+    layout: KVLayout,
+    dtype: np.dtype[Any],
+    max_model_len: int,
+    device: jax.Device,
+    weight_bytes: int,
 ) -> int:
-    """Blocks in the pool, the null block included. Raises `ConfigError` when memory holds hardly any."""
+    """Blocks in the pool, the null block included. Raises `ConfigError` when memory holds hardly any.
+
+    `weight_bytes`: what the weights, still to be loaded, will take of the free memory.
+    """
     if config.num_blocks is not None:
         return config.num_blocks
     page = layout.groups[0]
     block_bytes = layout.num_buffers * page.block_size * page.spec.token_elements * dtype.itemsize
     stats = device.memory_stats() if device.platform != "cpu" else None
     free = stats["bytes_limit"] - stats["bytes_in_use"] if stats else _available_host_memory()
+    free -= weight_bytes
     budget = config.kv_memory_fraction * free
     if device.platform == "cpu":
         budget = min(budget, _CPU_KV_BYTES)
@@ -53,11 +62,11 @@ def resolve_num_blocks(
     num_blocks = min(int(budget // block_bytes), useful)
     if num_blocks < 2:
         raise ConfigError(
-            f"{free / 2**30:.2f} GiB free do not hold two KV blocks of {block_bytes / 2**20:.1f} MiB: "
+            f"{free / 2**30:.2f} GiB beside the weights do not hold two KV blocks of {block_bytes / 2**20:.1f} MiB: "
             "raise --kv-memory-fraction or lower --block-size"
         )
     logger.info(
-        "num_blocks=%d (%.2f GiB in %d KV groups; %.2f of %.2f GiB free, as much as is of use%s)",
+        "num_blocks=%d (%.2f GiB in %d KV groups; %.2f of %.2f GiB beside the weights; no more is of use%s)",
         *(num_blocks, num_blocks * block_bytes / 2**30, len(layout.groups)),
         *(config.kv_memory_fraction, free / 2**30, ", at most 2 GiB on a CPU" if device.platform == "cpu" else ""),
     )

@@ -1,14 +1,14 @@
 """Runs steps: loads the model, sizes the cache, makes programs ready, dispatches plans and fetches tokens."""
 
+import contextlib
 import ctypes
 import logging
-import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,22 +20,23 @@ from jaxpage.kv_cache.spec import max_request_tokens, plan_layout
 from jaxpage.models.checkpoint import Checkpoint
 from jaxpage.models.config import UnsupportedModelError
 from jaxpage.models.packaged import cache_dir
-from jaxpage.models.params import load_params
+from jaxpage.models.params import load_params, param_shapes
 from jaxpage.models.registry import resolve_model
 from jaxpage.ops.attention import KVCache
-from jaxpage.runner.buckets import Bucket, choose_bucket, first_buckets, make_buckets
-from jaxpage.runner.plan import admission_size, empty_step, pack_admission, pack_forks, pack_step
+from jaxpage.runner.buckets import make_buckets
+from jaxpage.runner.compile_watch import num_compiles
+from jaxpage.runner.plan import NUM_EDITS, pack_admission, pack_edits, pack_forks
+from jaxpage.runner.program_table import DeviceShapes, ProgramTable
 from jaxpage.runner.programs import ProgramStore
 from jaxpage.runner.resolve import resolve_dtype, resolve_max_model_len, resolve_num_blocks
 from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
-from jaxpage.runner.step import ProgramConfig, StepResult, compile_admit, compile_fork, compile_step, on_device
+from jaxpage.runner.step import ProgramConfig, StepResult, on_device
+from jaxpage.runner.step_table import Ints, StepTable
 from jaxpage.sampling_params import MAX_BEAM_CANDIDATES, MAX_STOP_TOKEN_IDS
 from jaxpage.scheduler import SchedulerOutput
 from jaxpage.wire import TokenLogprobs
 
 logger = logging.getLogger(__name__)
-
-_MAX_COMPILE_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -43,31 +44,37 @@ class DispatchedStep:
     """A step that runs on the device; its tokens are on their way to the host."""
 
     result: StepResult
+    places: Ints
+    """Where the results of each scheduled request stand."""
     num_logprobs: list[int]
-    """Per scheduled row, as the requests ask."""
+    """Per scheduled request, as it asks."""
 
 
 class Runner:
     """One model on its devices. Not thread-safe: one thread dispatches."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
-        """Loads the weights. Raises `ModelLoadError` or `ConfigError`; `warm_up` must follow."""
-        devices = jax.devices()[:1]
-        if devices[0].platform == "cpu":
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, progress: Callable[[int, int], None] = lambda *_: None
+    ) -> None:
+        """Loads the weights while the first programs compile; `warm_up` must follow.
+
+        `progress(done, total)` counts programs. Raises `ModelLoadError` or `ConfigError`.
+        """
+        device = jax.devices()[0]
+        if device.platform == "cpu":
             _keep_freed_memory()
-        self._mesh = Mesh(np.array(devices), ("tp",))
-        started = time.perf_counter()
+        mesh = Mesh(np.array([device]), ("tp",))
         try:
-            self._model, self.model_config = resolve_model(checkpoint)
+            model, self.model_config = resolve_model(checkpoint)
         except UnsupportedModelError as error:
             raise ModelLoadError(f"{checkpoint.path}: {error}") from error
-        dtype = resolve_dtype(config.dtype, devices[0].platform)
-        self._params = load_params(self._model.param_specs(self.model_config), checkpoint, dtype, self._mesh)
-        logger.info("weights loaded as %s in %.1f s", dtype, time.perf_counter() - started)
-
-        self.layout = plan_layout(self._model.kv_specs(self.model_config), config.block_size)
+        dtype = resolve_dtype(config.dtype, device.platform)
+        specs = model.param_specs(self.model_config)
+        params = param_shapes(specs, dtype, mesh)
+        weight_bytes = sum(leaf.size * dtype.itemsize for leaf in jax.tree.leaves(params))
+        self.layout = plan_layout(model.kv_specs(self.model_config), config.block_size)
         wanted_len = resolve_max_model_len(config, self.model_config.max_position_embeddings)
-        self.num_blocks = resolve_num_blocks(config, self.layout, dtype, wanted_len, devices[0])
+        self.num_blocks = resolve_num_blocks(config, self.layout, dtype, wanted_len, device, weight_bytes)
         fitting_len = max_request_tokens(self.layout, self.num_blocks - 1, config.max_step_tokens)
         self.max_model_len = min(wanted_len, fitting_len)
         if self.max_model_len < wanted_len:
@@ -75,144 +82,126 @@ class Runner:
                 "max_model_len lowered from %d to %d: %d blocks (%d tokens each) hold no more; raise --num-blocks",
                 *(wanted_len, self.max_model_len, self.num_blocks - 1, config.block_size),
             )
-        replicated = NamedSharding(self._mesh, PartitionSpec())
-        self._kv_cache: KVCache = on_device(lambda: empty_kv_cache(self.layout, self.num_blocks, dtype), replicated)
-        num_groups = len(self.layout.groups)
-        self._state: BatchState = on_device(
-            lambda: empty_state(
-                config.max_num_seqs, self.max_model_len, num_groups, config.block_size, MAX_STOP_TOKEN_IDS
-            ),
-            replicated,
-        )
-        self._program_config = ProgramConfig(self.model_config, MAX_BEAM_CANDIDATES)
-        self._buckets = make_buckets(config.max_num_seqs, config.max_num_batched_tokens)
-        self._capacities = _admission_capacities(self.max_model_len)
+        self._background = config.background_compile
+        self._strict = config.strict_shapes
+        self._num_recompiles = 0
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        num_rows, num_groups = config.max_num_seqs, len(self.layout.groups)
+
+        def make_state() -> BatchState:
+            return empty_state(num_rows, self.max_model_len, num_groups, config.block_size, MAX_STOP_TOKEN_IDS)
+
+        def make_kv_cache() -> KVCache:
+            return empty_kv_cache(self.layout, self.num_blocks, dtype)
+
         folder = Path(config.compile_cache_dir) if config.compile_cache_dir else cache_dir() / "programs"
-        self._store = ProgramStore(folder, devices[0])
-        self._admit: dict[int, jax.stages.Compiled] = {}
-        self._fork: jax.stages.Compiled | None = None
-        self._steps: dict[Bucket, jax.stages.Compiled] = {}
-        self._background: threading.Thread | None = None
-        self._closing = threading.Event()
+        self._store = ProgramStore(folder, device)
+        self._programs = ProgramTable(
+            self._store,
+            ProgramConfig(self.model_config, MAX_BEAM_CANDIDATES),
+            DeviceShapes(params, *(self._shapes_of(make) for make in (make_kv_cache, make_state))),
+            make_buckets(num_rows, config.max_num_batched_tokens),
+            progress,
+        )
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="kv cache") as pool:
+                kv_cache = pool.submit(on_device, make_kv_cache, self._replicated)
+                started = time.perf_counter()
+                self._params = load_params(specs, checkpoint, dtype, mesh)
+                logger.info("weights loaded as %s in %.1f s", dtype, time.perf_counter() - started)
+                self._state: BatchState = on_device(make_state, self._replicated)
+                self._kv_cache: KVCache = kv_cache.result()
+        except BaseException:
+            self._programs.give_up()
+            raise
+        self._table = StepTable(num_rows, num_groups, self._state.block_tables.shape[2])
 
     @property
     def stats(self) -> dict[str, float]:
-        """Programs made ready so far, how many of them came from disk, and the seconds it took."""
+        """Programs made ready so far, how many of them came from disk, the seconds it took; compiles while serving."""
         stats = self._store.stats
         return {
             "num_programs": stats.num_programs,
-            "num_programs_wanted": 1 + len(self._capacities) + len(self._buckets),
+            "num_programs_wanted": self._programs.num_wanted,
             "num_programs_loaded": stats.num_loaded,
             "compile_seconds": round(stats.seconds, 3),
+            "num_recompiles": self._num_recompiles,
         }
 
-    def warm_up(self, *, background: bool, progress: Callable[[int, int], None]) -> None:
-        """Make programs ready, most useful first; `progress(done, total)` after each.
+    @property
+    def token_budget(self) -> int:
+        """Most tokens that a step may carry now: less than there will be while programs still compile."""
+        return self._programs.token_budget
 
-        With `background`, returns as soon as every step can run in some bucket: the rest become ready meanwhile, and
-        until then their steps run in the next larger bucket.
-        """
-        first = first_buckets(self._buckets)
-        rest = [bucket for bucket in self._buckets if bucket not in first]
-        total = int(self.stats["num_programs_wanted"])
-        # Shapes only: the arrays themselves are donated to steps while the background thread compiles.
-        params, kv_cache, state = jax.tree.map(_shape_of, (self._params, self._kv_cache, self._state))
-
-        def compile_bucket(bucket: Bucket) -> None:
-            plan = empty_step(bucket, self.layout)
-            args = (params, kv_cache, state, plan)
-            self._steps[bucket] = self._store.get(
-                "step",
-                (self._program_config, bucket),
-                args,
-                lambda: compile_step(self._program_config, bucket, *args),
-            )
-            progress(self._store.stats.num_programs, total)
-
-        def compile_admission(capacity: int) -> None:
-            packed = np.zeros(admission_size(capacity, self.layout), np.int32)
-            self._admit[capacity] = self._store.get(
-                "admit", capacity, (state, packed), lambda: compile_admit(capacity, state, packed)
-            )
-            progress(self._store.stats.num_programs, total)
-
-        def prepare(buckets: Sequence[Bucket], num_threads: int) -> None:
-            with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
-                list(pool.map(compile_bucket, buckets))
-
-        def compile_rest() -> None:
-            for bucket in rest:
-                if self._closing.is_set():
-                    return
-                compile_bucket(bucket)
-
-        for capacity in self._capacities:
-            compile_admission(capacity)
-        forks = pack_forks(SchedulerOutput([], [], [], [], [], [], []), self._state.num_rows, len(self.layout.groups))
-        self._fork = self._store.get(
-            "fork", None, (kv_cache, state, forks), lambda: compile_fork(kv_cache, state, forks)
-        )
-        # Much of XLA's compiling is serial: two programs at a time take little longer than one.
-        num_threads = min(os.cpu_count() or 1, _MAX_COMPILE_THREADS)
-        prepare(first, num_threads)
-        if background:
-            self._background = threading.Thread(target=compile_rest, name="compile", daemon=True)
-            self._background.start()
-        else:
-            prepare(rest, num_threads)
+    def warm_up(self) -> None:
+        """Return when every step of `token_budget` tokens can run; with `background_compile`, the rest follow."""
+        self._programs.wait(background=self._background)
 
     def close(self) -> None:
         """Stop compiling in the background; waits for the program that is being compiled."""
-        self._closing.set()
-        if self._background is not None:
-            self._background.join()
+        self._programs.close()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around whatever serves: counts compiles. With `strict_shapes` they are errors, as are implicit transfers."""
+        before = num_compiles()
+        with jax.transfer_guard("disallow") if self._strict else contextlib.nullcontext():
+            yield
+        if (count := num_compiles() - before) > 0:
+            self._num_recompiles += count
+            if self._strict:
+                raise RuntimeError(f"{count} programs were compiled while serving, and --strict-shapes is on")
 
     def dispatch(self, output: SchedulerOutput) -> DispatchedStep:
         """Send a step to the device and return at once."""
+        programs = self._programs
         if output.row_forks or output.block_copies:
-            assert self._fork is not None, "warm_up comes first"
-            forks = pack_forks(output, self._state.num_rows, len(self.layout.groups))
-            self._kv_cache, self._state = self._fork(self._kv_cache, self._state, forks)
+            forks = self._send(pack_forks(output, self._state.num_rows, len(self.layout.groups)))
+            self._kv_cache, self._state = programs.fork(self._kv_cache, self._state, forks)
         for admitted in output.admitted:
-            capacity = next(c for c in self._capacities if c >= len(admitted.token_ids))
-            self._state = self._admit[capacity](self._state, pack_admission(admitted, capacity, self.layout))
-        ready = tuple(self._steps)
-        bucket = choose_bucket(ready, output.num_tokens, len(output.rows), max(output.query_lens))
-        plan = pack_step(output, bucket, self.layout)
-        self._kv_cache, self._state, result = self._steps[bucket](self._params, self._kv_cache, self._state, plan)
+            admit, capacity = programs.admit(len(admitted.token_ids))
+            self._state = admit(self._state, self._send(pack_admission(admitted, capacity, self.layout)))
+        edits, places = self._table.advance(output)
+        while edits.shape[1] > NUM_EDITS:
+            edits, ahead = edits[:, programs.edit_capacity :], edits[:, : programs.edit_capacity]
+            self._state = programs.edit(self._state, self._send(pack_edits(ahead, programs.edit_capacity)))
+        step = programs.step(output.num_tokens, len(output.rows), max(output.query_lens))
+        self._kv_cache, self._state, result = step(
+            self._params, self._kv_cache, self._state, self._send(pack_edits(edits, NUM_EDITS))
+        )
         num_logprobs = [request.num_logprobs for request in output.requests]
         for array in jax.tree.leaves(result if max(num_logprobs) >= 0 else result.tokens):
             array.copy_to_host_async()
-        return DispatchedStep(result, num_logprobs)
+        return DispatchedStep(result, places, num_logprobs)
 
     def fetch(self, step: DispatchedStep) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Wait for a step's results, one per scheduled row: its token, -1 where its prompt goes on, and what it asked
         for of log-probabilities.
         """
-        num_rows = len(step.num_logprobs)
-        tokens: list[int] = np.asarray(step.result.tokens)[:num_rows].tolist()
-        if max(step.num_logprobs) < 0:
-            return tokens, [None] * num_rows
-        found = jax.tree.map(np.asarray, step.result.logprobs)
+        with jax.transfer_guard_device_to_host("allow"):
+            tokens: list[int] = np.asarray(step.result.tokens)[step.places].tolist()
+            if max(step.num_logprobs) < 0:
+                return tokens, [None] * len(tokens)
+            found = jax.tree.map(np.asarray, step.result.logprobs)
         return tokens, [
             TokenLogprobs(
-                float(found.token[row]),
-                int(found.rank[row]),
-                list(zip(found.top_ids[row, :wanted].tolist(), found.top[row, :wanted].tolist(), strict=True)),
+                float(found.token[place]),
+                int(found.rank[place]),
+                list(zip(found.top_ids[place, :wanted].tolist(), found.top[place, :wanted].tolist(), strict=True)),
             )
             if wanted >= 0
             else None
-            for row, wanted in enumerate(step.num_logprobs)
+            for place, wanted in zip(step.places, step.num_logprobs, strict=True)
         ]
 
+    def _send(self, packed: np.ndarray) -> jax.Array:
+        return jax.device_put(packed, self._replicated)
 
-def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+    def _shapes_of(self, make: Callable[[], Any]) -> Any:
+        def placed(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=self._replicated)
 
-
-def _admission_capacities(max_model_len: int) -> list[int]:
-    """Padded prompt lengths that an admission is compiled for."""
-    return sorted({min(capacity, max_model_len) for capacity in (128, 1024, max_model_len)})
+        return jax.tree.map(placed, jax.eval_shape(make))
 
 
 def _keep_freed_memory() -> None:

@@ -21,6 +21,7 @@ class BatchState:
     num_prompt_tokens: jax.Array  # [rows] int32
     num_computed_tokens: jax.Array  # [rows] int32, tokens whose KV is written: the truth
     block_tables: jax.Array  # [groups, rows, max_blocks] int32, one table per KV cache group
+    places: jax.Array  # [2, rows] int32, the step: row and query length by place; a query length of 0 is padding
     temperature: jax.Array  # [rows] float32
     top_k: jax.Array  # [rows] int32
     top_p: jax.Array  # [rows] float32
@@ -52,6 +53,7 @@ def empty_state(
         num_prompt_tokens=ints(),
         num_computed_tokens=ints(),
         block_tables=jnp.zeros((num_groups, num_rows, -(-max_model_len // block_size)), jnp.int32),
+        places=jnp.zeros((2, num_rows), jnp.int32),
         temperature=floats(),
         top_k=ints(),
         top_p=floats(),

@@ -2,10 +2,11 @@
 
     fork     rows and KV blocks that go on as copies of others
     admit    one request in full -> its row of the batch
-    step     a plan -> forward, sample, append, for every row it names
+    edit     block tables and places of the next step, as far as they differ
+    step     the last edits -> forward, sample, append, for every place
 
-All take the device state donated and give it back updated; nothing else crosses between host and device but the plans
-(in) and the sampled tokens (out).
+All take the device state donated and give it back updated; nothing else crosses between host and device but what they
+are told (in) and the sampled tokens (out).
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from jaxpage.models.registry import model_for
 from jaxpage.ops.attention import AttentionMetadata, KVCache
 from jaxpage.ops.sampling import SamplingState, TokenLogprobs, sample, token_logprobs
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.plan import unpack_admission, unpack_forks, unpack_step
+from jaxpage.runner.plan import unpack_admission, unpack_forks
 from jaxpage.runner.state import BatchState
 
 trace_counts: Counter[str] = Counter()
@@ -42,27 +43,37 @@ class ProgramConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives the host, in the plan's order."""
+    """What a step gives the host, by place."""
 
     tokens: jax.Array  # [rows] int32, -1 where a row did not reach its last known token
     logprobs: TokenLogprobs  # zeros unless a row of the step asks for them
 
 
 def compile_step(
-    config: ProgramConfig, bucket: Bucket, params: Params, kv_cache: Any, state: Any, plan: Any
+    config: ProgramConfig, bucket: Bucket, params: Params, kv_cache: Any, state: Any, edits: Any
 ) -> jax.stages.Compiled:
     """Compile the step of one bucket for arguments of these shapes (arrays or `ShapeDtypeStruct`s).
 
-    The program is `(params, kv_cache, state, plan) -> (kv_cache, state, StepResult)`; kv_cache and state are donated.
+    The program is `(params, kv_cache, state, edits) -> (kv_cache, state, StepResult)`; kv_cache and state are donated.
     """
 
     def step(
-        params: Params, kv_cache: KVCache, state: BatchState, plan: jax.Array
+        params: Params, kv_cache: KVCache, state: BatchState, edits: jax.Array
     ) -> tuple[KVCache, BatchState, StepResult]:
         trace_counts["step"] += 1
-        return _step(params, kv_cache, state, plan, config, bucket)
+        return _step(params, kv_cache, _edit(state, edits), config, bucket)
 
-    return jax.jit(step, donate_argnums=(1, 2)).lower(params, kv_cache, state, plan).compile()
+    return jax.jit(step, donate_argnums=(1, 2)).lower(params, kv_cache, state, edits).compile()
+
+
+def compile_edit(state: Any, edits: Any) -> jax.stages.Compiled:
+    """Compile `(state, edits) -> state`; state is donated."""
+
+    def edit(state: BatchState, edits: jax.Array) -> BatchState:
+        trace_counts["edit"] += 1
+        return _edit(state, edits)
+
+    return jax.jit(edit, donate_argnums=(0,)).lower(state, edits).compile()
 
 
 def compile_admit(capacity: int, state: Any, packed: Any) -> jax.stages.Compiled:
@@ -103,6 +114,18 @@ def _admit(state: BatchState, packed: jax.Array, capacity: int) -> BatchState:
     )
 
 
+def _edit(state: BatchState, edits: jax.Array) -> BatchState:
+    address, value = edits
+    tables, places = state.block_tables.reshape(-1), state.places.reshape(-1)
+    tables = tables.at[address].set(value, mode="drop")
+    # A negative index would count from the end.
+    place = jnp.where(address < tables.size, places.size, address - tables.size)
+    places = places.at[place].set(value, mode="drop")
+    return dataclasses.replace(
+        state, block_tables=tables.reshape(state.block_tables.shape), places=places.reshape(state.places.shape)
+    )
+
+
 def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCache, BatchState]:
     plan = unpack_forks(packed, state.num_rows)
     source, target, token_id = plan.row_forks
@@ -114,7 +137,7 @@ def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCa
     copied = {
         field.name: copy_rows(getattr(state, field.name))
         for field in dataclasses.fields(state)
-        if field.name != "block_tables"
+        if field.name not in ("block_tables", "places")
     }
     copied["block_tables"] = jax.vmap(copy_rows)(state.block_tables)
     last = copied["num_tokens"].at[target].get(mode="clip") - 1
@@ -129,23 +152,20 @@ def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCa
 
 
 def _step(
-    params: Params, kv_cache: KVCache, state: BatchState, packed: jax.Array, config: ProgramConfig, bucket: Bucket
+    params: Params, kv_cache: KVCache, state: BatchState, config: ProgramConfig, bucket: Bucket
 ) -> tuple[KVCache, BatchState, StepResult]:
     model = model_for(config.model.architecture)
-    plan = unpack_step(packed, bucket)
-    row, group, position_in_table, block_id = plan.new_blocks
-    block_tables = state.block_tables.at[group, row, position_in_table].set(block_id, mode="drop")
+    rows, query_lens = state.places[:, : bucket.num_rows]
 
     # Which row each token belongs to, and where in the row it stands.
-    query_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(plan.query_lens)])
+    query_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(query_lens)])
     token = jnp.arange(bucket.num_tokens)
     if bucket.max_query_len == 1:
         index = token
-        live = plan.query_lens > 0
+        live = query_lens > 0
     else:
         index = jnp.minimum(jnp.searchsorted(query_start[1:], token, side="right"), bucket.num_rows - 1)
         live = token < query_start[-1]
-    rows = jnp.minimum(plan.rows, state.num_rows - 1)  # padding reads some row and writes none
     num_computed = state.num_computed_tokens[rows]
     positions = num_computed[index] + token - query_start[index]
     if bucket.max_query_len == 1:
@@ -153,15 +173,15 @@ def _step(
     positions = jnp.where(live, positions, 0)
     token_rows = rows[index]
     slots = []
-    for table, size in zip(block_tables, (group.block_size for group in kv_cache.layout.groups), strict=True):
+    for table, size in zip(state.block_tables, (group.block_size for group in kv_cache.layout.groups), strict=True):
         slot = table[token_rows, positions // size] * size + positions % size
         slots.append(jnp.where(live, slot, kv_cache.num_blocks * size))
-    kv_lens = jnp.where(plan.query_lens > 0, num_computed + plan.query_lens, 0)
+    kv_lens = jnp.where(query_lens > 0, num_computed + query_lens, 0)
     metadata = AttentionMetadata(
         slots=slots,
-        block_tables=block_tables[:, rows],
+        block_tables=state.block_tables[:, rows],
         query_start=query_start,
-        query_lens=plan.query_lens,
+        query_lens=query_lens,
         kv_lens=kv_lens,
         rope_lengths=jnp.maximum(state.num_prompt_tokens[token_rows], positions + 1),
         max_query_len=bucket.max_query_len,
@@ -177,7 +197,7 @@ def _step(
         drawn = sample(
             logits,
             SamplingState(
-                temperature=jnp.where(plan.query_lens > 0, state.temperature[rows], 0),
+                temperature=jnp.where(query_lens > 0, state.temperature[rows], 0),
                 top_k=state.top_k[rows],
                 top_p=state.top_p[rows],
                 min_p=state.min_p[rows],
@@ -189,16 +209,16 @@ def _step(
         )
 
     with jax.named_scope("logprobs"):
-        wanted = jnp.where(plan.query_lens > 0, state.num_logprobs[rows], -1)
+        wanted = jnp.where(query_lens > 0, state.num_logprobs[rows], -1)
         logprobs = token_logprobs(logits, drawn, wanted, config.num_logprobs)
 
     # A row draws only when its last known token is computed; prompts that go on in a later step do not.
-    draws = (plan.query_lens > 0) & (kv_lens == num_tokens)
+    draws = (query_lens > 0) & (kv_lens == num_tokens)
     updated = dataclasses.replace(
         state,
-        block_tables=block_tables,
         token_ids=state.token_ids.at[jnp.where(draws, rows, state.num_rows), num_tokens].set(drawn, mode="drop"),
-        num_tokens=state.num_tokens.at[plan.rows].add(draws.astype(jnp.int32), mode="drop"),
-        num_computed_tokens=state.num_computed_tokens.at[plan.rows].add(plan.query_lens, mode="drop"),
+        # Padding names some row, and adds nothing to it.
+        num_tokens=state.num_tokens.at[rows].add(draws.astype(jnp.int32)),
+        num_computed_tokens=state.num_computed_tokens.at[rows].add(query_lens),
     )
     return kv_cache, updated, StepResult(jnp.where(draws, drawn, -1), logprobs)

@@ -19,7 +19,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 
 def run(**options: Any) -> Iterator[LLM]:
-    with LLM("smollm2-135m", multiprocess=False, max_model_len=704, background_compile=False, **options) as llm:
+    with LLM(
+        "smollm2-135m", multiprocess=False, max_model_len=704, background_compile=False, strict_shapes=True, **options
+    ) as llm:
         yield llm
 
 

@@ -21,5 +21,6 @@ def open_engine(folder: Path, name: str, *, max_model_len: int, num_blocks: int,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=MAX_STEP_TOKENS,
             background_compile=False,
+            strict_shapes=True,
         )
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpage.runner.buckets import Bucket, choose_bucket, first_buckets, make_buckets
+from jaxpage.runner.buckets import Bucket, by_usefulness, choose_bucket, make_buckets
 
 SIZES = [(1, 1), (1, 16), (1, 512), (2, 3), (4, 4), (5, 70), (8, 8), (9, 16), (20, 40), (64, 64), (64, 300)]
 """`max_num_seqs` and `max_num_batched_tokens`."""
@@ -31,15 +31,21 @@ def test_every_possible_step_fits_some_bucket(max_num_seqs: int, max_num_batched
 
 
 @each_size
-def test_the_first_buckets_serve_everything_alone(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+def test_the_first_bucket_serves_every_step_of_its_own_budget(max_num_seqs: int, max_num_batched_tokens: int) -> None:
     buckets = make_buckets(max_num_seqs, max_num_batched_tokens)
-    first = first_buckets(buckets)
-    assert len(first) <= 2
-    assert set(first) <= set(buckets)
-    for step in possible_steps(max_num_seqs, max_num_batched_tokens):
-        choose_bucket(first, *step)
+    order = by_usefulness(buckets)
+    assert sorted(order) == buckets
+    first = order[0]
+    assert first.num_tokens >= max_num_seqs
+    for step in possible_steps(max_num_seqs, first.num_tokens):
+        assert choose_bucket([first], *step) == first
+
+
+@each_size
+def test_behind_it_comes_what_all_decoding_can_run_in(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    order = by_usefulness(make_buckets(max_num_seqs, max_num_batched_tokens))
     for num_rows in range(1, max_num_seqs + 1):
-        assert choose_bucket(first, num_rows, num_rows, 1).max_query_len == 1
+        assert choose_bucket(order[:2], num_rows, num_rows, 1).num_tokens == max_num_seqs
 
 
 @each_size

@@ -8,24 +8,20 @@ import pytest
 
 from jaxpage.ops.kv_spec import KVGroup, KVLayout, KVSpec
 from jaxpage.request import Request
-from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.plan import (
     AdmittedRow,
     admission_size,
-    empty_step,
     pack_admission,
+    pack_edits,
     pack_forks,
-    pack_step,
     unpack_admission,
     unpack_forks,
-    unpack_step,
 )
 from jaxpage.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxpage.scheduler import AdmittedRequest, RowFork, SchedulerOutput
 
 NOWHERE = np.iinfo(np.int32).max
 CAPACITY = 13
-BUCKETS = [Bucket(8, 8, 1), Bucket(16, 8, 16), Bucket(40, 10, 40)]
 
 
 def layout_of(*block_sizes: int) -> KVLayout:
@@ -37,37 +33,12 @@ def layout_of(*block_sizes: int) -> KVLayout:
 
 LAYOUTS = [layout_of(4), layout_of(4, 4, 8)]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=["one_group", "three_groups"])
-each_bucket = pytest.mark.parametrize("bucket", BUCKETS, ids=str)
 
 
 def step_of(
-    rows: list[int],
-    query_lens: list[int],
-    new_blocks: list[tuple[int, int, int, int]],
-    *,
-    row_forks: list[RowFork] | None = None,
-    block_copies: list[tuple[int, int]] | None = None,
+    *, row_forks: list[RowFork] | None = None, block_copies: list[tuple[int, int]] | None = None
 ) -> SchedulerOutput:
-    return SchedulerOutput(row_forks or [], block_copies or [], [], [], rows, query_lens, new_blocks)
-
-
-def random_step(rng: random.Random, bucket: Bucket, layout: KVLayout, most: bool = False) -> SchedulerOutput:
-    """A step that fits `bucket`; with `most`, one that begins as many blocks as any can."""
-    largest = max(group.block_size for group in layout.groups)
-    rows = rng.sample(range(100), bucket.num_rows if most else rng.randint(1, bucket.num_rows))
-    query_lens = [1] * len(rows)
-    for _ in range(0 if bucket.max_query_len == 1 else rng.randint(0, bucket.num_tokens - len(rows))):
-        query_lens[rng.randrange(len(rows))] += 1
-    if most and bucket.max_query_len > 1:
-        query_lens[0] += (bucket.num_tokens - sum(query_lens)) // largest * largest
-    blocks = []
-    for row, query_len in zip(rows, query_lens, strict=True):
-        computed = largest * rng.randint(0, 9) + (0 if most else rng.randrange(largest))
-        for index, group in enumerate(layout.groups):
-            size = group.block_size
-            held, needed = -(-computed // size), -(-(computed + query_len) // size)
-            blocks += [(row, index, position, rng.randint(1, 2**31 - 2)) for position in range(held, needed)]
-    return step_of(rows, query_lens, blocks)
+    return SchedulerOutput(row_forks or [], block_copies or [], [], [], [], [], [])
 
 
 def admitted(rng: random.Random, layout: KVLayout = LAYOUTS[0], **options: object) -> AdmittedRequest:
@@ -90,51 +61,14 @@ def unpacked(given: AdmittedRequest, layout: KVLayout = LAYOUTS[0]) -> AdmittedR
     return unpack_admission(jax.numpy.asarray(packed), CAPACITY, len(layout.groups))
 
 
-# Steps.
+# Edits.
 
 
-@each_layout
-@each_bucket
-def test_a_step_is_unpacked_as_it_was_packed(bucket: Bucket, layout: KVLayout) -> None:
-    rng = random.Random(0)
-    for turn in range(20):
-        output = random_step(rng, bucket, layout, most=turn < 5)
-        packed = pack_step(output, bucket, layout)
-        assert packed.dtype == np.int32
-        plan = unpack_step(jax.numpy.asarray(packed), bucket)
-        rows, query_lens, blocks = (np.asarray(field) for field in plan)
-        assert rows.shape == query_lens.shape == (bucket.num_rows,)
-        n, m = len(output.rows), len(output.new_blocks)
-        assert rows[:n].tolist() == output.rows
-        assert query_lens[:n].tolist() == output.query_lens
-        assert list(map(tuple, blocks[:, :m].T.tolist())) == output.new_blocks
-
-
-@each_layout
-@each_bucket
-def test_padding_of_a_step_computes_nothing_and_points_out_of_range(bucket: Bucket, layout: KVLayout) -> None:
-    output = step_of([3, 1], [1, 1], [(3, 0, 7, 5)])
-    plan = unpack_step(jax.numpy.asarray(pack_step(output, bucket, layout)), bucket)
-    assert set(np.asarray(plan.rows)[2:].tolist()) == {NOWHERE}
-    assert set(np.asarray(plan.query_lens)[2:].tolist()) == {0}
-    assert set(np.asarray(plan.new_blocks)[:, 1:].ravel().tolist()) == {NOWHERE}
-
-
-@each_layout
-@each_bucket
-def test_an_empty_step_names_no_row_and_no_block(bucket: Bucket, layout: KVLayout) -> None:
-    plan = unpack_step(jax.numpy.asarray(empty_step(bucket, layout)), bucket)
-    assert not np.asarray(plan.query_lens).any()
-    assert (np.asarray(plan.rows) == NOWHERE).all()
-    assert (np.asarray(plan.new_blocks) == NOWHERE).all()
-
-
-@each_layout
-def test_every_step_of_a_bucket_has_the_same_shape(layout: KVLayout) -> None:
-    rng = random.Random(1)
-    for bucket in BUCKETS:
-        shape = empty_step(bucket, layout).shape
-        assert {pack_step(random_step(rng, bucket, layout), bucket, layout).shape for _ in range(5)} == {shape}
+def test_padding_of_edits_has_an_address_behind_everything() -> None:
+    packed = pack_edits(np.array([[3, 5], [7, 9]], np.int32), 4)
+    assert packed.dtype == np.int32
+    assert packed.tolist()[0] == [3, 5, NOWHERE, NOWHERE]
+    assert packed.tolist()[1][:2] == [7, 9]
 
 
 # Forks.
@@ -150,7 +84,7 @@ def test_forks_are_unpacked_as_they_were_packed_and_padding_points_out_of_range(
             for target in rng.sample(range(num_rows), num_forks)
         ]
         copies = [(rng.randint(1, 99), rng.randint(100, 199)) for _ in range(num_copies)]
-        packed = pack_forks(step_of([], [], [], row_forks=forks, block_copies=copies), num_rows, num_groups)
+        packed = pack_forks(step_of(row_forks=forks, block_copies=copies), num_rows, num_groups)
         assert packed.dtype == np.int32
         plan = unpack_forks(jax.numpy.asarray(packed), num_rows)
         row_forks, unpacked_copies = np.asarray(plan.row_forks), np.asarray(plan.copies)
@@ -167,11 +101,10 @@ def test_forks_are_unpacked_as_they_were_packed_and_padding_points_out_of_range(
 def test_packs_are_fresh_buffers() -> None:
     rng = random.Random(2)
     layout = LAYOUTS[1]
-    output, request = random_step(rng, BUCKETS[1], layout), admitted(rng, layout)
+    request, edits = admitted(rng, layout), np.ones((2, 8), np.int32)
     for first, second in (
-        (pack_step(output, BUCKETS[1], layout), pack_step(output, BUCKETS[1], layout)),
-        (empty_step(BUCKETS[1], layout), empty_step(BUCKETS[1], layout)),
-        (pack_forks(output, 8, 3), pack_forks(output, 8, 3)),
+        (pack_edits(edits, 8), edits),
+        (pack_forks(step_of(), 8, 3), pack_forks(step_of(), 8, 3)),
         (pack_admission(request, CAPACITY, layout), pack_admission(request, CAPACITY, layout)),
     ):
         assert not np.shares_memory(first, second)

@@ -14,6 +14,7 @@ from jaxpage.config import EngineConfig
 from jaxpage.engine_core import EngineCore
 from jaxpage.runner.step import trace_counts
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.scheduler import SchedulerOutput
 from jaxpage.wire import AddRequest, BeamOutput, TokenOutput, sequence_id
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -37,6 +38,7 @@ def make_engine(folder: Path, **options: Any) -> EngineCore:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 256,
         "compile_cache_dir": str(folder / "programs"),
+        "strict_shapes": True,
     }
     return EngineCore(EngineConfig(model=str(folder / "model"), background_compile=False, **defaults | options))
 
@@ -138,6 +140,29 @@ def test_serving_after_warm_up_traces_and_compiles_nothing(
         serve(engine, [request("stopped", 150, 40, ignore_eos=False, stop_token_ids=(7, 9))])
     assert dict(trace_counts) == before
     assert [record.getMessage() for record in caplog.records if "ompil" in record.getMessage()] == []
+
+
+def test_strict_shapes_makes_an_implicit_transfer_an_error(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.runner, "_send", lambda packed: packed)
+    engine.add(request("implicit", 5, 1))
+    with pytest.raises(RuntimeError, match="host-to-device"):
+        engine.step()
+    engine.abort("implicit")
+
+
+def test_strict_shapes_makes_a_compile_while_serving_an_error(
+    engine: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def schedule_and_compile() -> SchedulerOutput:
+        jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), "float32")).compile()
+        return original()
+
+    original = engine.scheduler.schedule
+    monkeypatch.setattr(engine.scheduler, "schedule", schedule_and_compile)
+    before = engine.stats()["num_recompiles"]
+    with pytest.raises(RuntimeError, match="1 programs were compiled while serving"):
+        engine.step()
+    assert engine.stats()["num_recompiles"] == before + 1
 
 
 def test_sequences_beams_and_log_probabilities_trace_and_compile_nothing(

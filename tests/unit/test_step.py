@@ -1,4 +1,4 @@
-"""The fork program on a small device state: rows and blocks go on as copies of others, and padding changes nothing."""
+"""The fork and edit programs on a small device state: what they are told changes, and padding changes nothing."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ import pytest
 from jaxpage.kv_cache.manager import BlockCopy
 from jaxpage.ops.attention import KVCache
 from jaxpage.ops.kv_spec import KVGroup, KVLayout, KVSpec
-from jaxpage.runner.plan import pack_forks
+from jaxpage.runner.plan import pack_edits, pack_forks
 from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
-from jaxpage.runner.step import compile_fork
+from jaxpage.runner.step import compile_edit, compile_fork
 from jaxpage.scheduler import RowFork, SchedulerOutput
 
 NUM_ROWS, MAX_MODEL_LEN, NUM_BLOCKS = 5, 20, 9
@@ -61,7 +61,7 @@ def fork(
 
 
 def by_row(name: str, array: np.ndarray) -> np.ndarray:
-    return array.swapaxes(0, 1) if name == "block_tables" else array
+    return array.swapaxes(0, 1) if name in ("block_tables", "places") else array
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_rows_are_forked_all_at_once_and_only_their_last_token_is_replaced(
     before, after = fork(program, forks)
     for name, old in before.items():
         expected = old.copy()
-        if not name.startswith("buffer"):
+        if not name.startswith("buffer") and name != "places":
             for target, source in sources.items():
                 by_row(name, expected)[target] = by_row(name, old)[source]
                 if name == "token_ids":
@@ -116,3 +116,16 @@ def test_as_many_forks_and_copies_as_fit_are_made(program: jax.stages.Compiled) 
     np.testing.assert_array_equal(after["seed"], np.roll(before["seed"], -1, axis=0))
     for target in (7, 8):
         np.testing.assert_array_equal(after["buffer 0"][target], before["buffer 0"][1])
+
+
+def test_edits_change_block_tables_and_places_at_their_addresses_only() -> None:
+    _, state = random_device_state()
+    tables, places = np.array(state.block_tables), np.array(state.places)
+    others = arrays_of(*random_device_state())
+    addresses = [0, tables.size - 1, tables.size, tables.size + places.size - 1]
+    edits = pack_edits(np.array([addresses, [101, 102, 103, 104]], np.int32), 9)
+    after = arrays_of(random_device_state()[0], compile_edit(state, edits)(state, edits))
+    tables.reshape(-1)[[0, -1]] = 101, 102
+    places.reshape(-1)[[0, -1]] = 103, 104
+    for name, array in after.items():
+        np.testing.assert_array_equal(array, {"block_tables": tables, "places": places}.get(name, others[name]))

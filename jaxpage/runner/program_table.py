@@ -1,0 +1,160 @@
+"""The programs of one engine, made ready in the order of their use: what can serve first, the rest meanwhile."""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpage.models.params import Params
+from jaxpage.ops.attention import KVCache
+from jaxpage.runner.buckets import Bucket, by_usefulness, choose_bucket
+from jaxpage.runner.plan import NUM_EDITS, admission_size, empty_forks, pack_edits
+from jaxpage.runner.programs import ProgramStore
+from jaxpage.runner.state import BatchState
+from jaxpage.runner.step import ProgramConfig, compile_admit, compile_edit, compile_fork, compile_step
+
+_MAX_COMPILE_THREADS = 4
+_MANY_EDITS = 1024
+
+
+@dataclass(frozen=True)
+class DeviceShapes:
+    """What programs take, as `ShapeDtypeStruct`s: they compile before there is any of it."""
+
+    params: Params
+    kv_cache: KVCache
+    state: BatchState
+
+
+class ProgramTable:
+    """Gives the program that a step, an admission or a fork runs in. Not thread-safe but for its own threads."""
+
+    def __init__(
+        self,
+        store: ProgramStore,
+        config: ProgramConfig,
+        shapes: DeviceShapes,
+        buckets: list[Bucket],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """Starts on the first programs at once, in threads; `progress(done, total)` after each of all."""
+        self.edit_capacity = _MANY_EDITS
+        self._store = store
+        self._config = config
+        self._shapes = shapes
+        self._buckets = by_usefulness(buckets)
+        self._capacities = _admission_capacities(shapes.state.token_ids.shape[1])
+        self._progress = progress
+        self._steps: dict[Bucket, jax.stages.Compiled] = {}
+        self._admit: dict[int, jax.stages.Compiled] = {}
+        self._closing = threading.Event()
+        self._background: threading.Thread | None = None
+        # Much of XLA's compiling is serial: two programs at a time take little longer than one.
+        num_threads = min(os.cpu_count() or 1, _MAX_COMPILE_THREADS)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="compile")
+        self._first: list[Future[Any]] = [self._pool.submit(self._compile_step, self._buckets[0])]
+        self._first += [self._pool.submit(self._compile_admission, capacity) for capacity in self._capacities]
+        self._fork, self._edit = self._pool.submit(self._compile_fork), self._pool.submit(self._compile_edit)
+
+    @property
+    def num_wanted(self) -> int:
+        """Programs that there will be."""
+        return 2 + len(self._capacities) + len(self._buckets)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of them are ready."""
+        return len(self._steps) == len(self._buckets)
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens that a step may carry by what is ready."""
+        return max(bucket.num_tokens for bucket in tuple(self._steps))
+
+    def wait(self, *, background: bool) -> None:
+        """Return when every step can run in some bucket, or, unless in the `background`, when all is ready."""
+        for program in (*self._first, self._fork, self._edit):
+            program.result()
+        rest = self._buckets[1:]
+        if background:
+            self._background = threading.Thread(target=self._compile_rest, args=(rest,), name="compile", daemon=True)
+            self._background.start()
+        else:
+            list(self._pool.map(self._compile_step, rest))
+        self._pool.shutdown(wait=False)
+
+    def give_up(self) -> None:
+        """Begin no further program, and wait for none."""
+        self._closing.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        """Stop compiling; waits for the programs that are being compiled."""
+        self._closing.set()
+        self._pool.shutdown(cancel_futures=True)
+        if self._background is not None:
+            self._background.join()
+
+    def step(self, num_tokens: int, num_rows: int, max_query_len: int) -> jax.stages.Compiled:
+        """The program of the cheapest ready bucket that holds such a step."""
+        return self._steps[choose_bucket(tuple(self._steps), num_tokens, num_rows, max_query_len)]
+
+    def admit(self, num_tokens: int) -> tuple[jax.stages.Compiled, int]:
+        """The program that admits a request of so many known tokens, and the capacity that it is packed for."""
+        capacity = next(c for c in self._capacities if c >= num_tokens)
+        return self._admit[capacity], capacity
+
+    @property
+    def fork(self) -> jax.stages.Compiled:
+        return self._fork.result()
+
+    @property
+    def edit(self) -> jax.stages.Compiled:
+        return self._edit.result()
+
+    def _compile_rest(self, buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            if self._closing.is_set():
+                return
+            self._compile_step(bucket)
+
+    def _compile_step(self, bucket: Bucket) -> None:
+        shapes = self._shapes
+        args = (shapes.params, shapes.kv_cache, shapes.state, self._edits(NUM_EDITS))
+        self._steps[bucket] = self._get(
+            "step", (self._config, bucket), args, lambda: compile_step(self._config, bucket, *args)
+        )
+
+    def _compile_admission(self, capacity: int) -> None:
+        packed = np.zeros(admission_size(capacity, self._shapes.kv_cache.layout), np.int32)
+        args = (self._shapes.state, packed)
+        self._admit[capacity] = self._get("admit", capacity, args, lambda: compile_admit(capacity, *args))
+
+    def _compile_fork(self) -> jax.stages.Compiled:
+        state, kv_cache = self._shapes.state, self._shapes.kv_cache
+        args = (kv_cache, state, empty_forks(state.num_rows, len(kv_cache.layout.groups)))
+        return self._get("fork", None, args, lambda: compile_fork(*args))
+
+    def _compile_edit(self) -> jax.stages.Compiled:
+        args = (self._shapes.state, self._edits(self.edit_capacity))
+        return self._get("edit", None, args, lambda: compile_edit(*args))
+
+    def _edits(self, capacity: int) -> np.ndarray:
+        return pack_edits(np.zeros((2, 0), np.int32), capacity)
+
+    def _get(
+        self, name: str, config: object, args: Any, compile_program: Callable[[], jax.stages.Compiled]
+    ) -> jax.stages.Compiled:
+        program = self._store.get(name, config, args, compile_program)
+        self._progress(self._store.stats.num_programs, self.num_wanted)
+        return program
+
+
+def _admission_capacities(max_model_len: int) -> list[int]:
+    """Padded prompt lengths that an admission is compiled for."""
+    return sorted({min(capacity, max_model_len) for capacity in (128, 1024, max_model_len)})

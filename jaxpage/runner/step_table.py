@@ -1,0 +1,63 @@
+"""The host's copy of the step's places: which row stands where, and how many tokens it computes. No JAX.
+
+The device keeps the places from one step to the next (`BatchState.places`), as it keeps the block tables. Only what
+differs travels, as edits: (address, value) pairs. In steady decode these are the blocks that rows begin.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpage.scheduler import SchedulerOutput
+
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
+
+class StepEdits(NamedTuple):
+    """A step as the device's state must be changed for it."""
+
+    edits: Ints  # [2, n]: address, value. First the flat block tables [groups, rows, width], then the places [2, rows]
+    places: Ints  # [requests]: the place of each scheduled request
+
+
+class StepTable:
+    """Gives rows their places, and keeps them there as long as they are scheduled: the first ones, without holes."""
+
+    def __init__(self, num_rows: int, num_groups: int, table_width: int) -> None:
+        self._table_width = table_width
+        self._places_address = num_groups * num_rows * table_width
+        self._rows = np.zeros(num_rows, np.int32)
+        self._query_lens = np.zeros(num_rows, np.int32)
+        self._num_places = 0
+
+    def advance(self, output: SchedulerOutput) -> StepEdits:
+        """Bring the places up to the next step."""
+        num_rows, count = len(self._rows), len(output.rows)
+        scheduled = np.array(output.rows, np.int32)
+        len_of_row = np.zeros(num_rows, np.int32)
+        len_of_row[scheduled] = output.query_lens
+
+        stays = len_of_row[self._rows[: self._num_places]] > 0
+        stays[count:] = False  # the last ones fill the holes
+        placed = np.zeros(num_rows, bool)
+        placed[self._rows[: self._num_places][stays]] = True
+        free = np.concatenate([np.flatnonzero(~stays[:count]), np.arange(self._num_places, count)])
+        rows = self._rows.copy()
+        rows[free] = scheduled[~placed[scheduled]]
+        query_lens = np.zeros(num_rows, np.int32)
+        query_lens[:count] = len_of_row[rows[:count]]
+
+        changed_rows = np.flatnonzero(rows != self._rows)
+        changed_lens = np.flatnonzero(query_lens != self._query_lens)
+        row, group, index, block_id = np.array(output.new_blocks, np.int32).reshape(-1, 4).T
+        addresses = (
+            (group * num_rows + row) * self._table_width + index,
+            self._places_address + changed_rows,
+            self._places_address + num_rows + changed_lens,
+        )
+        values = (block_id, rows[changed_rows], query_lens[changed_lens])
+        edits = np.stack([np.concatenate(addresses), np.concatenate(values)]).astype(np.int32)
+        self._rows, self._query_lens, self._num_places = rows, query_lens, count
+        place_of_row = len_of_row  # its old content is used up
+        place_of_row[rows[:count]] = np.arange(count)
+        return StepEdits(edits, place_of_row[scheduled])
