@@ -104,6 +104,8 @@ class Bench:
     num_prompts: int = 32
     input_len: int = 128
     output_len: int = 128
+    device_ms: float | None = None
+    """Milliseconds per step of a simulated device; None where there is none."""
 
 
 BENCHES: dict[str, Bench] = {
@@ -112,6 +114,15 @@ BENCHES: dict[str, Bench] = {
     "startup": Bench(startup, "seconds to servable and to the first token, on an empty and on a full program cache"),
     "prefix": Bench(prefix, "time to first token of a new prompt and of a cached one", 5, 1000, 4),
     "scheduler": Bench(bench_host.scheduler, "host milliseconds per step, without a model", 256, 128, 256),
+    "loop": Bench(
+        bench_host.loop,
+        "how busy each engine mode keeps a simulated device, and host time",
+        256,
+        128,
+        128,
+        device_ms=5.0,
+    ),
+    "plan": Bench(bench_host.plan, "bytes sent to the device per step, without a model", 256, 128, 128),
     "kv": Bench(
         bench_host.kv, "allocated KV slots that hold nothing, for mixed lengths, without a model", 64, 161, 338
     ),

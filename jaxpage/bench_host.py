@@ -1,18 +1,25 @@
-"""Benches of the host's part alone: the scheduler and the KV cache's bookkeeping, without a model or a device."""
+"""Benches of the host's part alone: scheduler, loops, plans and KV cache bookkeeping, without a model or a device."""
 
+import queue
 import random
 import statistics
+import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from jaxpage import wire
 from jaxpage.config import EngineConfig
+from jaxpage.errors import ConfigError
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.spec import plan_layout
+from jaxpage.loops import LOOPS, Loop
 from jaxpage.ops.kv_spec import KVSpec
 from jaxpage.policies import load_policy
 from jaxpage.request import Request
+from jaxpage.runner.step_table import StepTable
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.scheduler import Scheduler
+from jaxpage.scheduler import Scheduler, SchedulerOutput
 
 Result = dict[str, float | int | str]
 
@@ -44,9 +51,143 @@ def scheduler(options: dict[str, Any], *, num_prompts: int, input_len: int, outp
     return {
         "num_requests": num_prompts,
         "num_steps": len(schedule_ms),
-        "schedule_ms": statistics.mean(schedule_ms),
-        "update_ms": statistics.mean(update_ms),
-        "schedule_update_ms": statistics.mean(schedule_ms) + statistics.mean(update_ms),
+        "schedule_ms": _mean(schedule_ms),
+        "update_ms": _mean(update_ms),
+        "schedule_update_ms": _mean(schedule_ms) + _mean(update_ms),
+    }
+
+
+class SimulatedDevice:
+    """Runs each step for a fixed time in its own thread, one after the other; its tokens are always the same.
+
+    The host's part is as for a real one, but for calling XLA: a step is packed as it would be sent.
+    """
+
+    def __init__(self, step_seconds: float, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        from jaxpage.runner import plan  # imports JAX, which the other benches do without
+
+        self.started: list[float] = []
+        """When each step began and ended, in seconds of `time.perf_counter`."""
+        self.ended: list[float] = []
+        self.num_bytes: list[int] = []
+        """Sent to the device for each step."""
+        self.only_decodes: list[bool] = []
+        """Whether every request was there and computed one token."""
+        self._plan = plan
+        self._layout = plan_layout([KVSpec(num_kv_heads=1, head_dim=64)], block_size)
+        self._max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
+        self._step_seconds = step_seconds
+        self._table = StepTable(max_num_seqs, 1, -(-max_model_len // block_size))
+        self._queue: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def dispatch(self, output: SchedulerOutput) -> tuple[list[int], threading.Event]:
+        """Queue a step; every request draws a token where it reaches its last known one."""
+        admissions = [
+            self._plan.pack_admission(admitted, self._max_model_len, self._layout) for admitted in output.admitted
+        ]
+        edits, _ = self._table.advance(output)
+        packed = self._plan.pack_edits(edits, max(self._plan.NUM_EDITS, edits.shape[1]))
+        self.num_bytes.append(packed.nbytes + sum(admission.nbytes for admission in admissions))
+        self.only_decodes.append(output.query_lens == [1] * self._max_num_seqs)
+        tokens = [_sampled(request) for request in output.requests]
+        done = threading.Event()
+        self._queue.put(done)
+        return tokens, done
+
+    def fetch(self, step: tuple[list[int], threading.Event]) -> tuple[list[int], list[None]]:
+        """Wait until the device is done with the step."""
+        tokens, done = step
+        done.wait()
+        return tokens, [None] * len(tokens)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (done := self._queue.get()) is not None:
+            self.started.append(time.perf_counter())
+            time.sleep(self._step_seconds)
+            self.ended.append(time.perf_counter())
+            done.set()
+
+
+def loop(
+    options: dict[str, Any],
+    *,
+    num_prompts: int,
+    input_len: int,
+    output_len: int,
+    repeat: int,
+    device_ms: float,
+) -> Result:
+    """Share of the time that a device of `device_ms` per step is busy, and the host's milliseconds, in each mode.
+
+    All requests decode; the host's part ends with the encoded message for the client.
+    """
+    result: Result = {"num_requests": num_prompts, "device_ms": device_ms}
+    for name, loop_type in LOOPS.items():
+        busy: list[float] = []
+        host: dict[str, list[float]] = {phase: [] for phase in ("schedule", "dispatch", "update", "encode")}
+        for seed in range(repeat):
+            config = EngineConfig(**(_sized(num_prompts) | options))
+            device = SimulatedDevice(device_ms / 1e3, num_prompts, input_len + output_len, config.block_size)
+            target = loop_type(_make_scheduler(config, num_prompts * (input_len + output_len)), device)
+            for request in _requests([(input_len, output_len)] * num_prompts, seed):
+                target.scheduler.add(request)
+            _decode_all(target, num_prompts, host)
+            device.close()
+            ran = list(zip(device.started, device.ended, device.only_decodes, strict=True))
+            steps = [(started, ended) for started, ended, only_decodes in ran if only_decodes]
+            share = sum(ended - started for started, ended in steps) / (steps[-1][1] - steps[0][0]) if steps else 0.0
+            busy.append(share)
+        result[f"{name}_busy_fraction"] = statistics.median(busy)
+        for phase, seconds in host.items():
+            result[f"{name}_{phase}_ms"] = 1e3 * _mean(seconds)
+        result[f"{name}_host_ms"] = sum(1e3 * _mean(seconds) for seconds in host.values())
+    return result
+
+
+def _decode_all(target: Loop, num_prompts: int, host: dict[str, list[float]]) -> None:
+    """Run to the end; adds the seconds of each phase of every step in which all requests decode."""
+    while target.scheduler.has_requests:
+        before = dict(target.seconds)
+        outputs = target.step()
+        started = time.perf_counter()
+        wire.encode(wire.Outputs(outputs, {}))
+        encoded = time.perf_counter() - started
+        if len(outputs) == num_prompts and target.scheduler.has_requests:
+            for phase in ("schedule", "dispatch", "update"):
+                host[phase].append(target.seconds[phase] - before[phase])
+            host["encode"].append(encoded)
+
+
+def plan(options: dict[str, Any], *, num_prompts: int, input_len: int, output_len: int, repeat: int) -> Result:
+    """Bytes that are sent to the device per step: while all requests decode, and over the whole run."""
+    config = EngineConfig(**(_sized(num_prompts) | options))
+    decode: list[int] = []
+    everything: list[int] = []
+    for seed in range(repeat):
+        device = SimulatedDevice(0, num_prompts, input_len + output_len, config.block_size)
+        target = LOOPS[config.engine_mode](_make_scheduler(config, num_prompts * (input_len + output_len)), device)
+        for request in _requests([(input_len, output_len)] * num_prompts, seed):
+            target.scheduler.add(request)
+        while target.scheduler.has_requests:
+            target.step()
+        device.close()
+        everything += device.num_bytes
+        decode += [count for count, only in zip(device.num_bytes, device.only_decodes, strict=True) if only]
+    return {
+        "num_requests": num_prompts,
+        "num_steps": len(everything),
+        "num_decode_steps": len(decode),
+        "decode_bytes_per_step": _mean(decode),
+        "mean_bytes_per_step": _mean(everything),
+        "max_bytes_per_step": max(everything),
     }
 
 
@@ -77,6 +218,12 @@ def kv(options: dict[str, Any], *, num_prompts: int, input_len: int, output_len:
         "mean_output_len": output_len,
         "waste_fraction": num_unwritten / num_allocated,
     }
+
+
+def _mean(values: Sequence[float]) -> float:
+    if not values:
+        raise ConfigError("there was no step in which all requests decode: raise --output-len or lower --num-prompts")
+    return statistics.fmean(values)
 
 
 def _sized(num_prompts: int) -> dict[str, Any]:
@@ -129,5 +276,5 @@ def _mixed_lengths(count: int, input_len: int, output_len: int, rng: random.Rand
 
 
 def _sampled(request: Request) -> int:
-    """A token where the step reached the request's last known one."""
-    return 7 if request.num_computed_tokens == request.num_tokens else -1
+    """A token where the step, which has just been scheduled, reaches the request's last known one."""
+    return 7 if request.num_computed_tokens >= request.num_tokens else -1

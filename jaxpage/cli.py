@@ -83,6 +83,10 @@ def _parser() -> argparse.ArgumentParser:
             "--output-len", type=int, default=it.output_len, metavar="N", help="output tokens of each (%(default)s)"
         )
         one.add_argument("--repeat", type=int, default=1, metavar="N", help="runs; medians are printed (%(default)s)")
+        if it.device_ms is not None:
+            one.add_argument(
+                "--device-ms", type=float, default=it.device_ms, metavar="MS", help="of each step (%(default)s)"
+            )
         one.add_argument("--json", action="store_true", help="print one JSON object")
         _add_fields(one.add_argument_group("engine"), EngineConfig)
     return parser
@@ -178,12 +182,17 @@ def _bench(args: argparse.Namespace) -> int:
                 f"jaxpage: --{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1", file=sys.stderr
             )
             return 2
+    device = {"device_ms": args.device_ms} if hasattr(args, "device_ms") else {}
+    if device and not 0 <= args.device_ms <= 10_000:
+        print(f"jaxpage: --device-ms is {args.device_ms}: it must be in [0, 10000]", file=sys.stderr)
+        return 2
     result: dict[str, Any] = args.bench(
         _options(args),
         num_prompts=args.num_prompts,
         input_len=args.input_len,
         output_len=args.output_len,
         repeat=args.repeat,
+        **device,
     )
     if args.json:
         print(json.dumps(result))
