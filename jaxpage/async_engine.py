@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import logging
 import random
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -18,16 +19,21 @@ import zmq.asyncio
 from jaxpage import wire
 from jaxpage.config import EngineConfig
 from jaxpage.engine_process import EngineProcess, envelope, error_of
-from jaxpage.errors import EngineDeadError, JaxpageError
+from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
 from jaxpage.frontend import OpenRequest, Prompt, open_request
+from jaxpage.metrics import Metrics
 from jaxpage.outputs import RequestOutput
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
+PAUSE_MODES = ("abort", "wait", "keep")
+
 _WATCH_SECONDS = 0.25
 """How often the engine process is looked after."""
+_WAIT_SECONDS = 0.02
+"""How often a pause looks whether all requests have ended."""
 
 
 class RequestStream:
@@ -90,6 +96,7 @@ class AsyncEngine:
         self._tokenizer: Tokenizer | None = None
         self._limits: wire.Ready | None = None
         self._open: dict[str, tuple[OpenRequest, RequestStream]] = {}
+        self.metrics = Metrics(self.model_name)
         self._by_sequence: dict[str, tuple[OpenRequest, RequestStream]] = {}
         """The same, by what the engine calls the sequences that have not ended."""
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -194,12 +201,16 @@ class AsyncEngine:
 
     def abort(self, request_id: str) -> None:
         """End a request, which gives its stream a last output; an unknown id is ignored."""
+        self._end(request_id, "abort")
+
+    def _end(self, request_id: str, reason: str) -> None:
         if (found := self._open.pop(request_id, None)) is None:
             return
         request, stream = found
         for sequence_id in request.sequence_ids:
             self._by_sequence.pop(sequence_id, None)
-        stream.push(request.end("abort"))
+        stream.push(request.end(reason))
+        self._measure_end(request, reason)
         self._send(wire.AbortRequests(request.sequence_ids))
 
     async def reset_prefix_cache(self) -> bool:
@@ -210,6 +221,49 @@ class AsyncEngine:
         """How the KV cache stands, as plain data; see `jaxpage.kv_cache.snapshot.take_snapshot`."""
         snapshot: dict[str, Any] = await self._call("kv_cache_snapshot")
         return snapshot
+
+    async def pause(self, mode: str = "abort") -> None:
+        """Stop generating until `resume`; requests that come meanwhile wait.
+
+        What runs or waits is ended ("abort"), brought to its end first ("wait") or kept as it stands ("keep"). Raises
+        `RequestError` for another mode.
+        """
+        if mode not in PAUSE_MODES:
+            raise RequestError(f"mode is {mode!r}: it must be one of {', '.join(PAUSE_MODES)}", "mode")
+        if mode == "abort":
+            for request_id in tuple(self._open):
+                self.abort(request_id)
+        waited_for = set(self._open)
+        await self._call("pause", mode == "keep")
+        while mode == "wait" and waited_for & self._open.keys():
+            await asyncio.sleep(_WAIT_SECONDS)
+            self._serving()
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._call("resume")
+
+    async def is_paused(self) -> bool:
+        return bool(await self._call("is_paused"))
+
+    async def sleep(self, *, offload_weights: bool = True) -> None:
+        """Free the KV cache, and the weights' memory on the device, until `wake_up`. Requests are kept."""
+        await self._call("sleep", offload_weights)
+
+    async def wake_up(self) -> None:
+        """Take the device's memory again and go on; what ran is computed anew."""
+        await self._call("wake_up")
+
+    async def is_sleeping(self) -> bool:
+        return bool(await self._call("is_sleeping"))
+
+    async def profile(self, seconds: float, folder: str) -> None:
+        """Trace the engine for so long; `folder` then holds what TensorBoard and Perfetto read."""
+        await self._call("start_profile", folder)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            await self._call("stop_profile")
 
     async def shutdown(self) -> None:
         """End the engine process; open requests end with `EngineDeadError`. Idempotent."""
@@ -228,12 +282,15 @@ class AsyncEngine:
             raise EngineDeadError("the engine is still loading: await wait_ready() first")
         return self._limits
 
-    async def _call(self, utility: str) -> Any:
-        """Run one of the engine's utilities. Raises `EngineDeadError` when the engine is gone."""
+    async def _call(self, utility: str, *args: Any) -> Any:
+        """Run one of the engine's utilities.
+
+        Raises `RequestError` with its own error, and `EngineDeadError` when the engine is gone.
+        """
         self._serving()
         call_id = next(self._ids)
         self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._send(wire.Call(call_id, utility))
+        self._send(wire.Call(call_id, utility, list(args)))
         try:
             return await self._calls[call_id]
         finally:
@@ -253,32 +310,66 @@ class AsyncEngine:
             match wire.decode_from_engine(await socket.recv()):
                 case wire.Ready() as limits:
                     self._limits = limits
+                    self.metrics.set_config(
+                        {
+                            "block_size": limits.block_size,
+                            "num_gpu_blocks": limits.num_blocks,
+                            "enable_prefix_caching": self._config.enable_prefix_caching,
+                        }
+                    )
                     self._ready.set()
-                case wire.Outputs(outputs, stats):
-                    self.stats = stats
-                    self._deliver(outputs)
-                case wire.Returned(call_id, result):
-                    if (call := self._calls.get(call_id)) is not None and not call.done():
+                case wire.Outputs() as message:
+                    self.stats = message.stats
+                    self.metrics.take_stats(message.stats, message.step_tokens)
+                    self._deliver(message)
+                case wire.Returned(call_id, result, error):
+                    call = self._calls.get(call_id)
+                    if call is None or call.done():
+                        continue
+                    if error is None:
                         call.set_result(result)
+                    else:
+                        call.set_exception(RequestError(error))
                 case wire.Dead() as dead:
                     self._die(error_of(dead))
 
-    def _deliver(self, outputs: list[wire.TokenOutput | wire.BeamOutput]) -> None:
+    def _deliver(self, message: wire.Outputs) -> None:
+        for sequence_id, seconds in message.started:
+            if (found := self._by_sequence.get(sequence_id)) is not None:
+                found[0].start(seconds)
         stopped = []
-        for output in outputs:
+        now = time.time()
+        for output in message.outputs:
             if (found := self._by_sequence.get(output.sequence_id)) is None:
                 continue  # aborted meanwhile
             request, stream = found
-            result, must_abort = request.take(output)
+            try:
+                result, must_abort = request.take(output)
+            except Exception:  # whatever its text does to us, the others go on
+                logger.exception("request %s fails", request.request_id)
+                self._end(request.request_id, "error")
+                continue
+            self._measure(request, output, now)
             if must_abort:
                 stopped.append(output.sequence_id)
             if must_abort or output.finish_reason is not None:
                 del self._by_sequence[output.sequence_id]
             if result.finished:
                 del self._open[request.request_id]
+                self._measure_end(request, output.finish_reason or "stop")
             stream.push(result)
         if stopped:
             self._send(wire.AbortRequests(stopped))
+
+    def _measure(self, request: OpenRequest, output: wire.TokenOutput | wire.BeamOutput, now: float) -> None:
+        new = request.note_tokens(output, now)
+        if new.is_first:
+            self.metrics.take_first_token(request.metrics, len(request.message.prompt_token_ids))
+        self.metrics.take_tokens(new.num_tokens, new.gap)
+
+    def _measure_end(self, request: OpenRequest, reason: str) -> None:
+        num_prompt_tokens = len(request.message.prompt_token_ids)
+        self.metrics.take_end(request.metrics, reason, num_prompt_tokens, request.num_generated_tokens)
 
     async def _watch(self) -> None:
         """Notice a death without last words."""

@@ -105,8 +105,11 @@ class ServerConfig:
     served_model_name: str | None = _option(None, "model name in the API; default: the model as given")
     shutdown_timeout: float = _option(8.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
     enable_debug_routes: bool = _option(
-        False, "serve /debug/kv_cache and /reset_prefix_cache, which are not for everyone who may ask for completions"
+        False,
+        "serve /pause, /resume, /sleep, /wake_up, /reset_prefix_cache, /debug/kv_cache and /debug/profile, which are "
+        "not for everyone who may ask for completions",
     )
+    vllm_metric_names: bool = _option(False, "give /metrics under vLLM's names, too")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -7,6 +7,7 @@ from typing import Any
 from jaxpage.beam_group import BeamGroup
 from jaxpage.beam_search import BeamSearch
 from jaxpage.config import EngineConfig
+from jaxpage.errors import RequestError
 from jaxpage.kv_cache.hashing import ExtraKeys
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.snapshot import take_snapshot
@@ -18,11 +19,14 @@ from jaxpage.request import Request
 from jaxpage.runner.runner import Runner
 from jaxpage.sampling_params import MAX_BEAM_WIDTH, MAX_STOP_TOKEN_IDS, nth_seed
 from jaxpage.scheduler import Scheduler
-from jaxpage.wire import AddRequest, BeamOutput, Ready, TokenOutput, sequence_id
+from jaxpage.wire import AddRequest, BeamOutput, Outputs, Ready, TokenOutput, sequence_id
 
 logger = logging.getLogger(__name__)
 
-UTILITIES = ("reset_prefix_cache", "kv_cache_snapshot")
+UTILITIES = (
+    *("reset_prefix_cache", "kv_cache_snapshot", "pause", "resume", "is_paused"),
+    *("sleep", "wake_up", "is_sleeping", "start_profile", "stop_profile"),
+)
 """What a client may call by name."""
 
 
@@ -64,6 +68,14 @@ class EngineCore:
         self._eos_token_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)[:MAX_STOP_TOKEN_IDS]
         self.loop = LOOPS[config.engine_mode](scheduler, self.runner)
         self._num_arrived = 0
+        self._is_paused = False
+        self._keeps_running = False
+        """While paused: whether what runs is kept as it stands."""
+        self._held: list[AddRequest] = []
+        """Requests that came while the engine was paused."""
+        self._ended_early: list[TokenOutput | BeamOutput] = []
+        """What the next step gives besides its own."""
+        self._is_traced = False
         self.ready = Ready(
             max_model_len=self.runner.max_model_len,
             vocab_size=self.runner.model_config.vocab_size,
@@ -85,6 +97,33 @@ class EngineCore:
     @property
     def has_requests(self) -> bool:
         return self.scheduler.has_requests
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return (
+            bool(self._ended_early) or self.loop.has_steps_in_flight or (self.has_requests and not self._stands_still)
+        )
+
+    @property
+    def _stands_still(self) -> bool:
+        return self.runner.is_sleeping or (self._is_paused and self._keeps_running)
+
+    def try_add(self, message: AddRequest) -> list[TokenOutput | BeamOutput]:
+        """Queue a request, or hold it while paused. One that makes us fail ends with an error; the others go on."""
+        if self._is_paused:
+            self._held.append(message)
+            return []
+        try:
+            self.add(message)
+        except Exception:
+            logger.exception("request %s fails", message.request_id)
+            width = message.params.n if message.beam is None else 1
+            sequence_ids = [sequence_id(message.request_id, index) for index in range(width)]
+            for failed in sequence_ids:
+                self.abort(failed)
+            return [TokenOutput(failed, [], "error") for failed in sequence_ids]
+        return []
 
     def add(self, message: AddRequest) -> None:
         """Queue a request, checked before against the limits of `ready`: all its sequences, or all beams."""
@@ -124,12 +163,62 @@ class EngineCore:
 
         An unknown one is ignored.
         """
+        self._held = [message for message in self._held if message.request_id != sequence]
         self.scheduler.abort(sequence)
 
-    def call(self, utility: str) -> Any:
-        """Run one of `UTILITIES`, which only look at or change what stands between two steps."""
+    def call(self, utility: str, *args: Any) -> Any:
+        """Run one of `UTILITIES`, which only look at or change what stands between two steps.
+
+        Raises `RequestError` when it cannot be run now.
+        """
         assert utility in UTILITIES, utility
-        return getattr(self, utility)()
+        return getattr(self, utility)(*args)
+
+    def pause(self, keep: bool) -> None:
+        """Hold what comes from now on; what is here goes on to its end or, with `keep`, stands still."""
+        self._is_paused, self._keeps_running = True, keep
+
+    def resume(self) -> None:
+        """Go on, with what has come meanwhile. Raises `RequestError` while asleep."""
+        if self.runner.is_sleeping:
+            raise RequestError("the engine is asleep: wake it up first")
+        self._is_paused = False
+        held, self._held = self._held, []
+        for message in held:
+            self._ended_early += self.try_add(message)
+
+    def is_paused(self) -> bool:
+        return self._is_paused
+
+    def sleep(self, offload_weights: bool) -> None:
+        """Free the KV cache's memory; with `offload_weights`, move the weights to the host. What ran is kept."""
+        if self.runner.is_sleeping:
+            return
+        self._ended_early += self.loop.drain()
+        self.scheduler.preempt_all()
+        self.scheduler.kv_cache.reset_prefix_cache()
+        self.runner.sleep(offload_weights=offload_weights)
+
+    def wake_up(self) -> None:
+        """Take the memory again; what ran is computed anew."""
+        if self.runner.is_sleeping:
+            self.runner.wake_up()
+
+    def is_sleeping(self) -> bool:
+        return self.runner.is_sleeping
+
+    def start_profile(self, folder: str) -> None:
+        """Trace what this process and its devices do. Raises `RequestError` if it is being traced."""
+        if self._is_traced:
+            raise RequestError("a profile is being taken: wait for its end")
+        self.runner.start_trace(folder)
+        self._is_traced = True
+
+    def stop_profile(self) -> None:
+        """Write the trace."""
+        if self._is_traced:
+            self.runner.stop_trace()
+        self._is_traced = False
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Refused (False) while any request holds blocks."""
@@ -141,9 +230,17 @@ class EngineCore:
 
     def step(self) -> list[TokenOutput | BeamOutput]:
         """Take the loop one step on. Returns what is known to have been generated, if anything."""
+        outputs, self._ended_early = self._ended_early, []
         self.scheduler.token_budget = self.runner.token_budget
         with self.runner.watched():
-            return self.loop.step()
+            return outputs + (self.loop.drain() if self._stands_still else self.loop.step())
+
+    def report(self, outputs: list[TokenOutput | BeamOutput]) -> Outputs:
+        """What a client is told after a step, or after whatever else has changed how the engine stands."""
+        loop = self.loop
+        step_tokens, loop.step_tokens = loop.step_tokens, []
+        started, loop.started = loop.started, []
+        return Outputs(outputs, self.stats(), step_tokens, started)
 
     def close(self) -> None:
         """Stop whatever still goes on in the background."""
@@ -159,5 +256,7 @@ class EngineCore:
             "num_preemptions": scheduler.num_preemptions,
             "prefix_cache_queries": scheduler.kv_cache.num_queried_tokens,
             "prefix_cache_hits": scheduler.kv_cache.num_hit_tokens,
+            "num_steps": self.loop.num_steps,
+            **{f"{phase}_seconds": seconds for phase, seconds in self.loop.seconds.items()},
             **self.runner.stats,
         }

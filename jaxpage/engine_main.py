@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import zmq
@@ -20,6 +20,9 @@ from jaxpage import wire
 from jaxpage.config import EngineConfig
 from jaxpage.engine_process import IDENTITY
 from jaxpage.errors import JaxpageError
+
+if TYPE_CHECKING:
+    from jaxpage.engine_core import EngineCore
 
 logger = logging.getLogger(__name__)
 
@@ -56,20 +59,29 @@ def _serve(config: EngineConfig, inbox: "zmq.Socket[bytes]", outbox: "zmq.Socket
     core = EngineCore(config, progress=_show_progress)
     outbox.send(wire.encode(core.ready))
     while True:
-        aborted = False
-        for message in _received(inbox, wait=not core.has_requests):
+        changed = False
+        outputs: list[wire.TokenOutput | wire.BeamOutput] = []
+        for message in _received(inbox, wait=not core.has_work):
             match message:
                 case wire.AddRequest():
-                    core.add(message)
+                    outputs += core.try_add(message)
                 case wire.AbortRequests():
                     for sequence_id in message.sequence_ids:
                         core.abort(sequence_id)
-                    aborted = True
+                    changed = True
                 case wire.Call():
-                    outbox.send(wire.encode(wire.Returned(message.call_id, core.call(message.utility))))
-        outputs = core.step()
-        if outputs or aborted:
-            outbox.send(wire.encode(wire.Outputs(outputs, core.stats())))
+                    outbox.send(wire.encode(_call(core, message)))
+                    changed = True
+        outputs += core.step()
+        if outputs or changed:
+            outbox.send(wire.encode(core.report(outputs)))
+
+
+def _call(core: "EngineCore", call: wire.Call) -> wire.Returned:
+    try:
+        return wire.Returned(call.call_id, core.call(call.utility, *call.args))
+    except JaxpageError as error:
+        return wire.Returned(call.call_id, None, str(error))
 
 
 def _received(inbox: "zmq.Socket[bytes]", wait: bool) -> Iterator[wire.ToEngine]:

@@ -5,6 +5,7 @@ In: a prompt and `SamplingParams`. Out: an `AddRequest` for the engine, and cumu
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,6 +17,16 @@ from jaxpage.tokenizer import IncrementalDecoder, Tokenizer
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
+
+
+class NewTokens(NamedTuple):
+    """What a sequence has got, for the metrics."""
+
+    num_tokens: int
+    is_first: bool
+    """Whether they are the request's first."""
+    gap: float | None
+    """Seconds since the sequence's last tokens; None before any."""
 
 
 class OpenRequest:
@@ -30,7 +41,10 @@ class OpenRequest:
         self._by_id = dict(zip(self.sequence_ids, self._sequences, strict=True))
         self._num_cached_tokens = 0
         self._arrival_time = time.time()
+        self._scheduled_time: float | None = None
         self._first_token_time: float | None = None
+        self._finished_time: float | None = None
+        self._token_times: dict[str, float] = {}
 
     @property
     def request_id(self) -> str:
@@ -45,6 +59,30 @@ class OpenRequest:
     def finished(self) -> bool:
         """Whether all sequences have ended."""
         return all(sequence.finish_reason is not None for sequence in self._sequences)
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Its moments so far."""
+        return RequestMetrics(self._arrival_time, self._scheduled_time, self._first_token_time, self._finished_time)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Of all sequences."""
+        return sum(sequence.num_tokens for sequence in self._sequences)
+
+    def note_tokens(self, output: wire.TokenOutput | wire.BeamOutput, now: float) -> "NewTokens":
+        """How many tokens an output brings, and how long they took; `now` in seconds, as in all calls."""
+        is_first, name = not self._token_times, output.sequence_id
+        since = self._token_times.get(name)
+        self._token_times[name] = now
+        beams = output.sequences if isinstance(output, wire.BeamOutput) else [output]
+        return NewTokens(
+            sum(len(beam.token_ids) for beam in beams), is_first, None if since is None else max(now - since, 0.0)
+        )
+
+    def start(self, seconds: float) -> None:
+        """Its first step was sent to the device, so many seconds since the Unix epoch; later ones do not count."""
+        self._scheduled_time = self._scheduled_time or seconds
 
     def take(self, output: wire.TokenOutput | wire.BeamOutput) -> tuple[RequestOutput, bool]:
         """Take in new tokens. Returns the request so far, and whether the engine must be told to stop the sequence.
@@ -71,6 +109,8 @@ class OpenRequest:
 
     def _output(self) -> RequestOutput:
         finished = self.finished
+        if finished and self._finished_time is None:
+            self._finished_time = time.time()
         return RequestOutput(
             self.request_id,
             self._prompt,
@@ -78,7 +118,7 @@ class OpenRequest:
             [sequence.output() for sequence in self._sequences],
             finished,
             self._num_cached_tokens,
-            RequestMetrics(self._arrival_time, self._first_token_time, time.time() if finished else None),
+            self.metrics,
         )
 
 
@@ -135,6 +175,10 @@ class _Sequence:
             return reason is None
         self.finish_reason, self._stop_reason = reason, stop_reason
         return False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
 
     def end(self, reason: str) -> None:
         """End the sequence from outside, unless it has ended."""

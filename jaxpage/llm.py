@@ -39,11 +39,11 @@ class _LocalEngine:
             for sequence_id in message.sequence_ids:
                 self._core.abort(sequence_id)
 
-    def receive(self) -> list[wire.TokenOutput | wire.BeamOutput]:
-        return self._core.step()
+    def receive(self) -> wire.Outputs:
+        return self._core.report(self._core.step())
 
-    def call(self, utility: str) -> Any:
-        return self._core.call(utility)
+    def call(self, utility: str, *args: Any) -> Any:
+        return self._core.call(utility, *args)
 
     def stats(self) -> dict[str, float]:
         return self._core.stats()
@@ -75,18 +75,20 @@ class _RemoteEngine:
     def send(self, message: wire.AddRequest | wire.AbortRequests) -> None:
         self._process.requests.send_multipart(envelope(message))
 
-    def receive(self) -> list[wire.TokenOutput | wire.BeamOutput]:
+    def receive(self) -> wire.Outputs:
         message = self._early.popleft() if self._early else self._next()
         assert isinstance(message, wire.Outputs)
         self._stats = message.stats
-        return message.outputs
+        return message
 
-    def call(self, utility: str) -> Any:
+    def call(self, utility: str, *args: Any) -> Any:
         self._num_calls += 1
-        self._process.requests.send_multipart(envelope(wire.Call(self._num_calls, utility)))
+        self._process.requests.send_multipart(envelope(wire.Call(self._num_calls, utility, list(args))))
         while not isinstance(message := self._next(), wire.Returned):
             assert isinstance(message, wire.Outputs)
             self._early.append(message)
+        if message.error is not None:
+            raise RequestError(message.error)
         return message.result
 
     def stats(self) -> dict[str, float]:
@@ -288,9 +290,12 @@ class LLM:
             if left and self._close.alive:  # interrupted: the next batch starts clean
                 self._engine.send(wire.AbortRequests(left))
 
-    def _deliver(self, outputs: list[wire.TokenOutput | wire.BeamOutput]) -> None:
+    def _deliver(self, message: wire.Outputs) -> None:
         """Hand a step's outputs to whoever waits for them."""
-        for output in outputs:
+        for sequence_id, seconds in message.started:
+            if (found := self._unfinished.get(sequence_id)) is not None:
+                found[0].start(seconds)
+        for output in message.outputs:
             if (found := self._unfinished.get(output.sequence_id)) is None:
                 continue  # stopped meanwhile
             request, waiting = found

@@ -38,17 +38,36 @@ class Loop(ABC):
         self.num_steps = 0
         self.seconds = dict.fromkeys(PHASES, 0.0)
         """Host seconds spent in each phase so far; "fetch" is waiting."""
+        self.step_tokens: list[int] = []
+        """Tokens of each step dispatched; whoever reports them empties it. So with the next one."""
+        self.started: list[tuple[str, float]] = []
+        """Requests that got a row, and when: seconds since the Unix epoch."""
         self._in_flight: deque[tuple[SchedulerOutput, Any]] = deque()
 
     @abstractmethod
     def step(self) -> Outputs:
         """Do what can be done without waiting for more than one step. Returns what is known to have been generated."""
 
+    @property
+    def has_steps_in_flight(self) -> bool:
+        return bool(self._in_flight)
+
+    def drain(self) -> Outputs:
+        """Take in all that is in flight, and send nothing off."""
+        outputs: Outputs = []
+        while self._in_flight:
+            outputs += self._update(*self._fetch())
+        return outputs
+
     def _schedule(self) -> SchedulerOutput:
         return self._timed("schedule", self.scheduler.schedule)
 
     def _dispatch(self, output: SchedulerOutput) -> None:
         self.num_steps += 1
+        self.step_tokens.append(output.num_tokens)
+        if output.admitted:
+            now = time.time()
+            self.started += [(admitted.request.request_id, now) for admitted in output.admitted]
         self._in_flight.append((output, self._timed("dispatch", self.device.dispatch, output)))
 
     def _fetch(self) -> tuple[SchedulerOutput, Any]:

@@ -10,13 +10,44 @@ class RequestMetrics:
     """Moments of one request, in seconds since the Unix epoch; None while they have not happened."""
 
     arrival_time: float
+    scheduled_time: float | None = None
+    """When its first step was sent to the device."""
     first_token_time: float | None = None
     finished_time: float | None = None
 
     @property
     def time_to_first_token(self) -> float | None:
         """Seconds from arrival to the first token (TTFT)."""
-        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+        return _seconds(self.arrival_time, self.first_token_time)
+
+    @property
+    def latency(self) -> float | None:
+        """Seconds from arrival to the end."""
+        return _seconds(self.arrival_time, self.finished_time)
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from arrival to the first step."""
+        return _seconds(self.arrival_time, self.scheduled_time)
+
+    @property
+    def prefill_time(self) -> float | None:
+        """Seconds from the first step to the first token."""
+        return _seconds(self.scheduled_time, self.first_token_time)
+
+    @property
+    def decode_time(self) -> float | None:
+        """Seconds from the first token to the end."""
+        return _seconds(self.first_token_time, self.finished_time)
+
+    @property
+    def inference_time(self) -> float | None:
+        """Seconds from the first step to the end."""
+        return _seconds(self.scheduled_time, self.finished_time)
+
+
+def _seconds(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else max(end - start, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,11 @@ class Scheduler:
         self._finish(request)
         return request
 
+    def preempt_all(self) -> None:
+        """Take every running request off; nothing of theirs may be in flight. They resume in their order."""
+        while self.running:
+            self._preempt(self.running[-1], None)
+
     def schedule(self) -> SchedulerOutput:
         """Spend the token budget: running requests first, then waiting ones, unless somebody had to be preempted."""
         step = _Step(self.token_budget)

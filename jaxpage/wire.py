@@ -40,6 +40,7 @@ class Call(msgspec.Struct, frozen=True, tag="call", array_like=True):
 
     call_id: int
     utility: str
+    args: list[Any] = []
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
@@ -105,6 +106,10 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
 
     outputs: list[TokenOutput | BeamOutput]
     stats: dict[str, float]
+    step_tokens: list[int] = []
+    """Tokens of each step dispatched since the last message."""
+    started: list[tuple[str, float]] = []
+    """Sequences that got a row since then, and when: seconds since the Unix epoch."""
 
 
 class Returned(msgspec.Struct, frozen=True, tag="returned", array_like=True):
@@ -112,6 +117,8 @@ class Returned(msgspec.Struct, frozen=True, tag="returned", array_like=True):
 
     call_id: int
     result: Any
+    error: str | None = None
+    """Why it could not be run; there is no result then."""
 
 
 class Dead(msgspec.Struct, frozen=True, tag="dead", array_like=True):

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxpage.errors import EngineDeadError, RequestError
+from jaxpage.metrics import CONTENT_TYPE
 from jaxpage.server.chat import chat_completions
 from jaxpage.server.completions import completions
 from jaxpage.server.debug import DEBUG_ROUTES
@@ -27,7 +28,9 @@ CLIENT_CLOSED_REQUEST = 499
 """Status, never seen by anyone, of a response to a client that has left."""
 
 
-def build_app(engine: "AsyncEngine", model_name: str, *, enable_debug_routes: bool = False) -> Starlette:
+def build_app(
+    engine: "AsyncEngine", model_name: str, *, enable_debug_routes: bool = False, vllm_metric_names: bool = False
+) -> Starlette:
     """The application that serves `engine` under the id `model_name`; its `state.service` holds the open requests."""
     app = Starlette(
         routes=[
@@ -38,6 +41,7 @@ def build_app(engine: "AsyncEngine", model_name: str, *, enable_debug_routes: bo
             Route("/health", health),
             Route("/ping", health, methods=["GET", "POST"]),
             Route("/version", version),
+            Route("/metrics", metrics),
             *(DEBUG_ROUTES if enable_debug_routes else ()),
         ],
         exception_handlers={
@@ -51,6 +55,7 @@ def build_app(engine: "AsyncEngine", model_name: str, *, enable_debug_routes: bo
     )
     app.state.service = Service(engine, model_name)
     app.state.created = int(time.time())
+    app.state.vllm_metric_names = vllm_metric_names
     return app
 
 
@@ -77,6 +82,12 @@ async def health(request: Request) -> Response:
 async def version(request: Request) -> Response:
     """GET /version: jaxpage's."""
     return JSONResponse({"version": importlib.metadata.version("jaxpage")})
+
+
+async def metrics(request: Request) -> Response:
+    """GET /metrics: Prometheus' text format; answered whatever state the engine is in."""
+    text = service_of(request).engine.metrics.render(vllm_names=request.app.state.vllm_metric_names)
+    return Response(text, media_type=CONTENT_TYPE)
 
 
 def _model_card(request: Request) -> dict[str, object]:

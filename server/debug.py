@@ -1,7 +1,10 @@
 """Routes for those who run the server, served only with --enable-debug-routes.
 
-In: nothing. Out: how the KV cache stands; or the prefix cache emptied, in vLLM's words.
+In: a few query parameters. Out: how the KV cache stands, a profile; or the engine paused, put to sleep, its prefix
+cache emptied, in vLLM's words.
 """
+
+import tempfile
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -11,6 +14,8 @@ from jaxpage.errors import RequestError
 from jaxpage.server.errors import ApiError
 from jaxpage.server.service import service_of
 
+MAX_PROFILE_SECONDS = 60
+"""Longest profile: a trace of a busy engine grows by megabytes a second."""
 VLLM_RESET_OPTIONS = ("reset_running_requests", "reset_external")
 """Query parameters of vLLM's /reset_prefix_cache that ask for more than jaxpage does."""
 
@@ -40,7 +45,78 @@ async def reset_prefix_cache(request: Request) -> Response:
     return Response()
 
 
+async def pause(request: Request) -> Response:
+    """POST /pause?mode=abort|wait|keep: stop generating; requests that come meanwhile wait for /resume."""
+    service = service_of(request)
+    service.check_available()
+    await service.engine.pause(request.query_params.get("mode", "abort"))
+    return JSONResponse({"status": "paused"})
+
+
+async def resume(request: Request) -> Response:
+    """POST /resume: go on after /pause."""
+    service = service_of(request)
+    service.check_available()
+    await service.engine.resume()
+    return JSONResponse({"status": "resumed"})
+
+
+async def is_paused(request: Request) -> Response:
+    """GET /is_paused."""
+    service = service_of(request)
+    service.check_available()
+    return JSONResponse({"is_paused": await service.engine.is_paused()})
+
+
+async def sleep(request: Request) -> Response:
+    """POST /sleep?level=0|1: free the KV cache; on level 1, as by default, move the weights to host memory, too."""
+    service = service_of(request)
+    service.check_available()
+    if (level := request.query_params.get("level", "1")) not in ("0", "1"):
+        raise RequestError(f"level is {level!r}: it must be 0 (keep the weights) or 1 (move them to the host)", "level")
+    await service.engine.sleep(offload_weights=level == "1")
+    return Response()
+
+
+async def wake_up(request: Request) -> Response:
+    """POST /wake_up: take the device's memory again, and go on."""
+    service = service_of(request)
+    service.check_available()
+    await service.engine.wake_up()
+    return Response()
+
+
+async def is_sleeping(request: Request) -> Response:
+    """GET /is_sleeping."""
+    service = service_of(request)
+    service.check_available()
+    return JSONResponse({"is_sleeping": await service.engine.is_sleeping()})
+
+
+async def profile(request: Request) -> Response:
+    """POST /debug/profile?seconds=S: trace the engine, and say in which new folder of the server the trace is."""
+    service = service_of(request)
+    service.check_available()
+    given = request.query_params.get("seconds", "2")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= MAX_PROFILE_SECONDS:
+        raise RequestError(f"seconds is {given!r}: it must be a number in (0, {MAX_PROFILE_SECONDS}]", "seconds")
+    folder = tempfile.mkdtemp(prefix="jaxpage-profile-")
+    await service.engine.profile(seconds, folder)
+    return JSONResponse({"folder": folder})
+
+
 DEBUG_ROUTES = (
     Route("/debug/kv_cache", kv_cache),
+    Route("/debug/profile", profile, methods=["POST"]),
     Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
+    Route("/pause", pause, methods=["POST"]),
+    Route("/resume", resume, methods=["POST"]),
+    Route("/is_paused", is_paused),
+    Route("/sleep", sleep, methods=["POST"]),
+    Route("/wake_up", wake_up, methods=["POST"]),
+    Route("/is_sleeping", is_sleeping),
 )

@@ -66,7 +66,12 @@ def bind(host: str, port: int) -> socket.socket:
 async def run(engine: "AsyncEngine", listener: socket.socket, server_config: ServerConfig) -> int:
     """Load `engine`, serve it on `listener`, stop both; returns the exit code."""
     model_name = server_config.served_model_name or engine.model_name
-    app = build_app(engine, model_name, enable_debug_routes=server_config.enable_debug_routes)
+    app = build_app(
+        engine,
+        model_name,
+        enable_debug_routes=server_config.enable_debug_routes,
+        vllm_metric_names=server_config.vllm_metric_names,
+    )
     config = uvicorn.Config(
         app,
         log_config=None,

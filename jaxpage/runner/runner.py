@@ -20,7 +20,7 @@ from jaxpage.kv_cache.spec import max_request_tokens, plan_layout
 from jaxpage.models.checkpoint import Checkpoint
 from jaxpage.models.config import UnsupportedModelError
 from jaxpage.models.packaged import cache_dir
-from jaxpage.models.params import load_params, param_shapes
+from jaxpage.models.params import Params, load_params, param_shapes
 from jaxpage.models.registry import resolve_model
 from jaxpage.ops.attention import KVCache
 from jaxpage.runner.buckets import make_buckets
@@ -85,6 +85,9 @@ class Runner:
         self._background = config.background_compile
         self._strict = config.strict_shapes
         self._num_recompiles = 0
+        self._offloaded: Params | None = None
+        """The weights while asleep."""
+        self._param_shapes = params
         self._replicated = NamedSharding(mesh, PartitionSpec())
         num_rows, num_groups = config.max_num_seqs, len(self.layout.groups)
 
@@ -114,6 +117,7 @@ class Runner:
         except BaseException:
             self._programs.give_up()
             raise
+        self._make_kv_cache = make_kv_cache
         self._table = StepTable(num_rows, num_groups, self._state.block_tables.shape[2])
 
     @property
@@ -136,6 +140,35 @@ class Runner:
     def warm_up(self) -> None:
         """Return when every step of `token_budget` tokens can run; with `background_compile`, the rest follow."""
         self._programs.wait(background=self._background)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._offloaded is not None
+
+    def sleep(self, *, offload_weights: bool) -> None:
+        """Free the KV cache, whose content is lost; with `offload_weights`, move the weights to host memory."""
+        for buffer in self._kv_cache.buffers:
+            buffer.delete()
+        self._offloaded = self._params
+        if offload_weights:
+            self._offloaded = jax.device_get(self._params)
+            for weight in jax.tree.leaves(self._params):
+                weight.delete()
+
+    def wake_up(self) -> None:
+        """Take the memory again: an empty KV cache, and the weights."""
+        shardings = jax.tree.map(lambda shape: shape.sharding, self._param_shapes)
+        self._params = jax.device_put(self._offloaded, shardings)
+        self._offloaded = None
+        self._kv_cache = on_device(self._make_kv_cache, self._replicated)
+
+    def start_trace(self, folder: str) -> None:
+        """Begin a profile that is written to `folder`."""
+        jax.profiler.start_trace(folder)
+
+    def stop_trace(self) -> None:
+        """End and write it."""
+        jax.profiler.stop_trace()
 
     def close(self) -> None:
         """Stop compiling in the background; waits for the program that is being compiled."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
+from jaxpage.metrics import Metrics
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams, nth_seed
 
@@ -69,6 +70,9 @@ class FakeEngine:
         self.seen_options: list[dict[str, Any]] = []
         self.seen_template_kwargs: list[dict[str, Any]] = []
         self.encoding_threads: list[int] = []
+        self.metrics = Metrics(self.model_name)
+        self.calls: list[tuple[object, ...]] = []
+        """Pauses, sleeps and profiles that were asked for."""
 
     @property
     def num_open(self) -> int:
@@ -107,6 +111,30 @@ class FakeEngine:
     async def kv_cache_snapshot(self) -> dict[str, Any]:
         self._check_alive()
         return {"num_used": len(self.running), "requests": [{"request_id": held.request_id} for held in self.running]}
+
+    async def pause(self, mode: str) -> None:
+        self._check_alive()
+        if mode not in ("abort", "wait", "keep"):
+            raise RequestError(f"mode is {mode!r}", "mode")
+        self.calls.append(("pause", mode))
+
+    async def resume(self) -> None:
+        self.calls.append(("resume",))
+
+    async def is_paused(self) -> bool:
+        return self.calls[-1:] not in ([], [("resume",)])
+
+    async def sleep(self, *, offload_weights: bool) -> None:
+        self.calls.append(("sleep", offload_weights))
+
+    async def wake_up(self) -> None:
+        self.calls.append(("wake_up",))
+
+    async def is_sleeping(self) -> bool:
+        return self.calls[-1:] == [("sleep", True)]
+
+    async def profile(self, seconds: float, folder: str) -> None:
+        self.calls.append(("profile", seconds, folder))
 
     async def reset_prefix_cache(self) -> bool:
         self._check_alive()

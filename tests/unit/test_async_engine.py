@@ -4,14 +4,16 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 
-from jaxpage import LLM, BeamSearchParams, EngineDeadError, RequestOutput, SamplingParams
+from jaxpage import LLM, BeamSearchParams, EngineDeadError, RequestError, RequestOutput, SamplingParams
 from jaxpage.async_engine import AsyncEngine, RequestStream
 from jaxpage.config import EngineConfig
+from jaxpage.frontend import OpenRequest
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 GUARD_SECONDS = 120
@@ -234,3 +236,138 @@ def test_offline_streams_may_take_turns_and_end_early(remote: LLM, llm: LLM) -> 
     assert tokens_of(last) == tokens_of(llm.generate(PROMPT, sampled(25, n=2, seed=3))[0])
     snapshot = remote.kv_cache_snapshot()
     assert (snapshot["requests"], snapshot["num_used"]) == ([], 0)
+
+
+def test_a_kept_pause_stops_between_two_tokens_and_changes_none(run: Run, engine: AsyncEngine, llm: LLM) -> None:
+    (expected,) = llm.generate(PROMPT, sampled(60, seed=4))
+
+    async def paused() -> tuple[int, int, RequestOutput]:
+        stream = engine.add_request(PROMPT, sampled(60, seed=4))
+        await anext(stream)
+        await engine.pause("keep")
+        assert await engine.is_paused()
+        before = (await engine.kv_cache_snapshot())["requests"]
+        late = engine.add_request(PROMPT, sampled(3, seed=1))
+        after = (await engine.kv_cache_snapshot())["requests"]
+        assert before == after
+        assert not stream._request.finished
+        await engine.resume()
+        return len(before), len((await last_of(late)).outputs[0].token_ids), await last_of(stream)
+
+    num_kept, num_late, output = run(paused())
+    assert (num_kept, num_late) == (1, 3)
+    assert tokens_of(output) == tokens_of(expected)
+
+
+def test_a_pause_that_waits_returns_when_all_have_ended_and_holds_what_comes(run: Run, engine: AsyncEngine) -> None:
+    async def paused() -> tuple[bool, int, RequestOutput]:
+        streams = [engine.add_request(PROMPT, sampled(20, seed=seed)) for seed in range(3)]
+        await engine.pause("wait")
+        all_ended = all(stream._request.finished for stream in streams)
+        late = engine.add_request(PROMPT, sampled(3))
+        held = (await engine.kv_cache_snapshot())["num_used"]
+        await engine.resume()
+        return all_ended, held, await last_of(late)
+
+    all_ended, held, late = run(paused())
+    assert all_ended
+    assert held == 0
+    assert late.outputs[0].finish_reason == "length"
+
+
+def test_a_pause_ends_what_is_open_unless_told_otherwise(run: Run, engine: AsyncEngine) -> None:
+    async def paused() -> list[str | None]:
+        streams = [engine.add_request(PROMPT, sampled(90, seed=seed)) for seed in range(10)]
+        await anext(streams[0])
+        await engine.pause()
+        held = engine.add_request(PROMPT, sampled(3))
+        held.abort()
+        await engine.resume()
+        ended = [await last_of(stream) for stream in (*streams, held)]
+        return [output.outputs[0].finish_reason for output in ended]
+
+    assert run(paused()) == ["abort"] * 11
+    with pytest.raises(RequestError, match="mode is 'later'"):
+        run(engine.pause("later"))
+
+
+@pytest.mark.parametrize("offload_weights", [False, True])
+def test_requests_survive_the_engines_sleep(run: Run, engine: AsyncEngine, llm: LLM, offload_weights: bool) -> None:
+    expected = llm.generate([PROMPT] * 2, [sampled(40, seed=4, n=2), sampled(40, temperature=0)])
+
+    async def slept() -> tuple[int, list[RequestOutput]]:
+        streams = [
+            engine.add_request(PROMPT, sampled(40, seed=4, n=2)),
+            engine.add_request(PROMPT, sampled(40, temperature=0)),
+        ]
+        await anext(streams[0])
+        await engine.sleep(offload_weights=offload_weights)
+        assert await engine.is_sleeping()
+        with pytest.raises(RequestError, match="asleep"):
+            await engine.resume()
+        num_used = (await engine.kv_cache_snapshot())["num_used"]
+        await engine.wake_up()
+        return num_used, [await last_of(stream) for stream in streams]
+
+    num_used, outputs = run(slept())
+    assert num_used == 0
+    assert [tokens_of(output) for output in outputs] == [tokens_of(output) for output in expected]
+
+
+def test_a_profile_leaves_a_trace(run: Run, engine: AsyncEngine, tmp_path: Path) -> None:
+    async def profiled() -> None:
+        stream = engine.add_request(PROMPT, sampled(30))
+        await engine.profile(0.2, str(tmp_path))
+        await last_of(stream)
+
+    run(profiled())
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_a25_a_request_that_makes_us_fail_ends_alone(
+    run: Run, engine: AsyncEngine, llm: LLM, monkeypatch: pytest.MonkeyPatch, num_before: int
+) -> None:
+    """Before its first token, or after two."""
+    (expected,) = llm.generate(PROMPT, sampled(20, seed=8))
+    take = OpenRequest.take
+
+    def poisoned(self: OpenRequest, output: Any) -> Any:
+        if self.request_id.startswith("poisoned") and self.num_generated_tokens >= num_before:
+            raise ValueError("this text is more than we can bear")
+        return take(self, output)
+
+    monkeypatch.setattr(OpenRequest, "take", poisoned)
+
+    async def together() -> tuple[RequestOutput, RequestOutput, dict[str, Any]]:
+        bad = engine.add_request(PROMPT, sampled(20, seed=7), request_id="poisoned")
+        good = engine.add_request(PROMPT, sampled(20, seed=8))
+        outputs = [await last_of(stream) for stream in (bad, good)]
+        return *outputs, await engine.kv_cache_snapshot()
+
+    bad, good, snapshot = run(together())
+    assert bad.outputs[0].finish_reason == "error"
+    assert len(bad.outputs[0].token_ids) == num_before
+    assert tokens_of(good) == tokens_of(expected)
+    assert (snapshot["requests"], snapshot["num_used"]) == ([], 0)
+
+
+def test_the_metrics_tell_what_was_served(run: Run, tiny_options: dict[str, Any], llm: LLM) -> None:
+    async def served() -> str:
+        engine = await started(tiny_options)
+        try:
+            outputs = [await last_of(engine.add_request(PROMPT, sampled(12, n=2, seed=seed))) for seed in range(3)]
+            assert all(output.metrics.queue_time is not None for output in outputs)
+            return engine.metrics.render().decode()
+        finally:
+            await engine.shutdown()
+
+    lines = dict(line.rsplit(" ", 1) for line in run(served()).splitlines() if not line.startswith("#"))
+    name = f'{{model_name="{tiny_options["model"]}"}}'
+    assert float(lines[f"jaxpage:generation_tokens_total{name}"]) == 72
+    assert float(lines[f"jaxpage:prompt_tokens_total{name}"]) == 3 * len(PROMPT)
+    assert float(lines[f"jaxpage:request_queue_time_seconds_count{name}"]) == 3
+    assert float(lines[f"jaxpage:inter_token_latency_seconds_count{name}"]) == 66
+    assert float(lines[f"jaxpage:prefix_cache_hits_total{name}"]) > 0
+    assert float(lines[f"jaxpage:num_recompiles_total{name}"]) == 0
+    assert float(lines[f"jaxpage:dispatch_seconds_total{name}"]) > 0

@@ -12,6 +12,7 @@ import tiny
 
 from jaxpage.config import EngineConfig
 from jaxpage.engine_core import EngineCore
+from jaxpage.request import Request
 from jaxpage.runner.step import trace_counts
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduler import SchedulerOutput
@@ -163,6 +164,24 @@ def test_strict_shapes_makes_a_compile_while_serving_an_error(
     with pytest.raises(RuntimeError, match="1 programs were compiled while serving"):
         engine.step()
     assert engine.stats()["num_recompiles"] == before + 1
+
+
+def test_a25_a_request_that_cannot_be_queued_ends_alone(
+    engine: EngineCore, varied_alone: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(request: Request) -> None:
+        original(request)
+        if request.request_id.startswith("bad"):
+            raise ValueError("a policy that cannot make up its mind, say")
+
+    original = engine.scheduler.add
+    monkeypatch.setattr(engine.scheduler, "add", add)
+    good = varied()[0]
+    assert engine.try_add(good) == []
+    failed = engine.try_add(request("bad", 9, n=2, temperature=1.0))
+    assert failed == [TokenOutput(name, [], "error") for name in ("bad", "bad#1")]
+    tokens = [token for output in serve_any(engine, []) for token in output.token_ids]  # type: ignore[union-attr]
+    assert tokens == varied_alone[good.request_id]
 
 
 def test_sequences_beams_and_log_probabilities_trace_and_compile_nothing(
