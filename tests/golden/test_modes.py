@@ -39,7 +39,8 @@ def workload(prompts: Sequence[list[int]]) -> list[Work]:
     for index in range(NUM_REQUESTS):
         start = rng.choice((0, 0, rng.randrange(len(text) // 2)))  # many begin alike
         greedy = rng.random() < 0.5
-        max_tokens = rng.randint(1, 4)
+        is_long = index % 20 == 0  # enough to outgrow the pool beside the others
+        max_tokens = 30 if is_long else rng.randint(1, 4)
         params = SamplingParams(
             temperature=0.0 if greedy else rng.choice((0.5, 1.0)),
             top_p=rng.choice((1.0, 0.9)),
@@ -48,12 +49,13 @@ def workload(prompts: Sequence[list[int]]) -> list[Work]:
             n=1 if greedy else rng.choice((1, 1, 2)),
             max_tokens=max_tokens,
             min_tokens=rng.choice((0, 0, max_tokens)),
-            ignore_eos=rng.random() < 0.5,
-            stop=rng.choice(((), (" the", "e"), (".", " a"))),
-            stop_token_ids=rng.choice(((), tuple(rng.sample(text, 3)))),
+            ignore_eos=is_long or rng.random() < 0.5,
+            stop=() if is_long else rng.choice(((), (" the", "e"), (".", " a"))),
+            stop_token_ids=() if is_long else rng.choice(((), tuple(rng.sample(text, 3)))),
         )
         prompt = text[start : start + rng.randint(1, 30)]
-        found.append(Work(prompt, params, rng.choice((None, None, None, rng.randint(0, max_tokens)))))
+        abort_after = None if is_long else rng.choice((None, None, None, rng.randint(0, max_tokens)))
+        found.append(Work(prompt, params, abort_after))
     return found
 
 

@@ -4,13 +4,14 @@ import asyncio
 import json
 import random
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from server_process import ServerProcess, server_process
+from server_process import ServerProcess, server_process, wait_until_gone
 
 GUARD_SECONDS = 300.0
 NUM_UNIQUE = 2000
@@ -118,3 +119,17 @@ def test_d02_an_exception_in_a_step_ends_everything_with_errors(
             assert streamed.status_code == 503
         assert server.wait(30) == 1
         assert "no victim today" in server.output
+
+
+def test_d05_ctrl_c_while_generating_ends_everything_in_time(tiny_options: dict[str, Any]) -> None:
+    flags = ["--shutdown-timeout=1", f"--compile-cache-dir={tiny_options['compile_cache_dir']}", "--max-num-seqs=2"]
+    with server_process("-m", "jaxpage", "serve", tiny_options["model"], "--port=0", *flags) as server:
+        url = server.wait_until_healthy(GUARD_SECONDS)
+        children = server.descendants
+        body = {"prompt": [5, 6], "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=GUARD_SECONDS) as stream:
+            next(stream.iter_lines())
+            server.signal(signal.SIGINT)
+            assert server.wait(10) == 0
+        wait_until_gone(children, 5)
+        assert "Traceback" not in server.output

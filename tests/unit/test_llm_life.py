@@ -1,0 +1,80 @@
+"""Where an LLM may be made, and that it goes: after JAX has started, in a forked child, by `del`, by an exit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GUARD_SECONDS = 300
+
+HEAD = """
+import json, sys
+from jaxpage import LLM, SamplingParams
+OPTIONS = json.loads(sys.argv[1])
+
+def run(name):
+    llm = LLM(**OPTIONS)
+    output = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
+    print(name, output[0].outputs[0].token_ids, flush=True)
+    return llm
+"""
+SCRIPTS = {
+    "after JAX has started": """
+import jax
+jax.devices()
+run("first").close()
+""",
+    "in a forked child": """
+import multiprocessing
+child = multiprocessing.get_context("fork").Process(target=run, args=("first",))
+child.start()
+child.join()
+assert child.exitcode == 0, child.exitcode
+""",
+    "in a forked child of a process that has one": """
+import multiprocessing
+llm = run("first")
+child = multiprocessing.get_context("fork").Process(target=run, args=("second",))
+child.start()
+child.join()
+assert child.exitcode == 0, child.exitcode
+assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+""",
+    "deleted": """
+import os
+llm = run("first")
+pid = llm.engine_pid
+del llm
+try:
+    os.kill(pid, 0)
+except ProcessLookupError:
+    pass
+else:
+    raise AssertionError("the engine goes on")
+run("second")
+""",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_d08_an_llm_works_wherever_it_is_made_and_leaves_with_its_maker(
+    tiny_options: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + SCRIPTS[name])
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(tiny_options)],
+        capture_output=True,
+        text=True,
+        timeout=GUARD_SECONDS,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    results = [line.partition(" ")[2] for line in done.stdout.splitlines()]
+    assert len(results) == SCRIPTS[name].count('"first"') + SCRIPTS[name].count('"second"')
+    assert len(set(results)) == 1
+    assert list(tmp_path.glob("jaxpage-*")) == [], "the folder of the sockets is gone, too"
