@@ -97,7 +97,7 @@ def _received(inbox: "zmq.Socket[bytes]", wait: bool) -> Iterator[wire.ToEngine]
 
 
 def _show_progress(done: int, total: int) -> None:
-    """One line on a terminal, redrawn; elsewhere a log line when all is done."""
+    """One line on a terminal, redrawn."""
     if sys.stderr.isatty():
         bar = "█" * (30 * done // total)
         print(
@@ -106,8 +106,6 @@ def _show_progress(done: int, total: int) -> None:
             file=sys.stderr,
             flush=True,
         )
-    elif done == total:
-        logger.info("all %d programs are ready", total)
 
 
 def _exit_with_client() -> None:

@@ -1,5 +1,6 @@
 """The programs of one engine, made ready in the order of their use: what can serve first, the rest meanwhile."""
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from jaxpage.runner.plan import NUM_EDITS, admission_size, empty_forks, pack_edi
 from jaxpage.runner.programs import ProgramStore
 from jaxpage.runner.state import BatchState
 from jaxpage.runner.step import ProgramConfig, compile_admit, compile_edit, compile_fork, compile_step
+
+logger = logging.getLogger(__name__)
 
 _MAX_COMPILE_THREADS = 4
 _MANY_EDITS = 1024
@@ -80,12 +83,14 @@ class ProgramTable:
         """Return when every step can run in some bucket, or, unless in the `background`, when all is ready."""
         for program in (*self._first, self._fork, self._edit):
             program.result()
+        logger.info("%d of %d programs are ready: serving", self._store.stats.num_programs, self.num_wanted)
         rest = self._buckets[1:]
         if background:
             self._background = threading.Thread(target=self._compile_rest, args=(rest,), name="compile", daemon=True)
             self._background.start()
         else:
             list(self._pool.map(self._compile_step, rest))
+            self._log_complete()
         self._pool.shutdown(wait=False)
 
     def give_up(self) -> None:
@@ -122,6 +127,14 @@ class ProgramTable:
             if self._closing.is_set():
                 return
             self._compile_step(bucket)
+        self._log_complete()
+
+    def _log_complete(self) -> None:
+        stats = self._store.stats
+        logger.info(
+            "all %d programs are ready: %d from disk, the others compiled; %.1f s of work",
+            *(stats.num_programs, stats.num_loaded, stats.seconds),
+        )
 
     def _compile_step(self, bucket: Bucket) -> None:
         shapes = self._shapes
