@@ -1,0 +1,38 @@
+"""The one door to jax-triton: calls a Triton kernel on JAX arrays."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax_triton
+
+from jaxpage.ops.launch import GPU
+
+
+def triton_call(
+    kernel: Any,
+    args: Sequence[Any],
+    *,
+    out_type: Any,
+    grid: tuple[int, ...],
+    gpu: GPU,
+    num_warps: int,
+    num_stages: int = 3,
+    constants: dict[str, Any],
+) -> Any:
+    """Run `kernel` over `grid` and return what `out_type` describes; `constants` are its compile-time arguments.
+
+    args: arrays, numbers, and `jax.Ref`s that the kernel writes in place.
+    """
+    return jax_triton.triton_call(
+        *args,
+        kernel=kernel,
+        out_type=out_type,
+        grid=grid,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        # Given, so that programs can be compiled for a GPU that this machine has not.
+        compute_capability=gpu.compute_capability,
+        # Triton 3.9 asks for a decision: multiplications and additions are fused.
+        backend_options={"enable_fp_fusion": True},
+        **constants,
+    )
