@@ -63,21 +63,24 @@ def choose_launch(shape: AttentionShape, gpu: GPU) -> AttentionLaunch:
     """The launch for a step of this shape: enough programs to fill the GPU, as far as there is KV to split."""
     group = shape.num_heads // shape.num_kv_heads
     block_m = max(next_power_of_two(group), 16)  # a product has 16 rows at least
-    while block_m < min(group * shape.max_query_len, _MAX_BLOCK_M):
+    # Tensor cores have no float32: their products would not fit the registers.
+    most = _MAX_BLOCK_M if shape.kv_itemsize <= 2 else 16
+    while block_m < min(group * shape.max_query_len, most):
         block_m *= 2
     block_q = min(block_m // group, shape.max_query_len)
     padded_dim = next_power_of_two(shape.head_dim)
     tile = max(16, min(64, _TILE_BYTES // (padded_dim * shape.kv_itemsize)))
 
     # At least so many programs have work in a full step; rows shorter than a block only add to them.
-    num_blocks = max(-(-shape.num_tokens // block_q), 1)
+    num_programs = max(-(-shape.num_tokens // block_q), 1) * shape.num_kv_heads
     kv_len = shape.max_kv_len if shape.span is None else min(shape.max_kv_len, shape.span + block_q - 1)
     most_segments = min(MAX_SEGMENTS, kv_len // (tile * _MIN_SEGMENT_TILES))
     num_segments = 1
-    # Two programs to a multiprocessor hide each other's waiting.
-    while num_segments * 2 <= most_segments and num_blocks * shape.num_kv_heads * num_segments < 2 * gpu.num_sms:
+    while num_segments * 2 <= most_segments and num_programs * num_segments < gpu.num_sms:
         num_segments *= 2
-    return AttentionLaunch(block_q, block_m, tile, num_segments, num_warps=4, num_stages=3)
+    # The accumulator, in registers: 64 x 128 of a block take half of what four warps have.
+    num_warps = 8 if block_m * padded_dim >= 64 * 128 else 4
+    return AttentionLaunch(block_q, block_m, tile, num_segments, num_warps, num_stages=3)
 
 
 def next_power_of_two(n: int) -> int:

@@ -10,6 +10,9 @@ import pytest
 from triton import language as tl
 from triton.runtime import interpreter
 
+NUMPY_TYPES = {"bf16": ml_dtypes.bfloat16, "fp8e4nv": ml_dtypes.float8_e4m3fn, "fp8e5": ml_dtypes.float8_e5m2}
+"""By Triton's name, those that numpy lacks."""
+
 
 class HostTensor:
     """An array with the tensor methods that Triton's interpreter calls; kernels write it in place."""
@@ -47,11 +50,21 @@ class HostTensor:
         pass
 
 
+def _floats(handle: Any) -> np.ndarray:
+    """What the interpreter holds; types that numpy lacks it keeps as integers."""
+    return handle.data.view(NUMPY_TYPES.get(handle.dtype.scalar.name, handle.data.dtype))
+
+
 def _dot(_: object, a: Any, b: Any, accumulator: Any, *__: object) -> Any:
-    """A product in float32; the interpreter's own takes bfloat16 for the integers that it keeps them as."""
-    x, y = (of.data.view(ml_dtypes.bfloat16) if of.dtype.scalar == tl.bfloat16 else of.data for of in (a, b))
-    product = x.astype(np.float32) @ y.astype(np.float32)
+    """A product in float32; the interpreter's own multiplies the integers that it keeps bfloat16 as."""
+    product = _floats(a).astype(np.float32) @ _floats(b).astype(np.float32)
     return interpreter.TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
+
+
+def _convert(data: np.ndarray, source: Any, target: Any, _: object) -> np.ndarray:
+    """Rounds to nearest as a GPU does; the interpreter's own cuts off, or loses the carry into the exponent."""
+    of_source, of_target = (NUMPY_TYPES.get(of.name, interpreter._get_np_dtype(of)) for of in (source, target))
+    return data.view(of_source).astype(of_target)
 
 
 def interpret(
@@ -70,6 +83,7 @@ def interpret(
     wrapped = [HostTensor(arg) if isinstance(arg, np.ndarray) else arg for arg in inputs]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+        patch.setattr(interpreter, "_convert_float", _convert)
         # Triton patches its language in every call of every function, most of a kernel's time: once is enough.
         scopes = [interpreter._patch_lang(function) for function in (tl.zeros.fn, kernel.fn)]
         patch.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())

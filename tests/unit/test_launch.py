@@ -29,7 +29,7 @@ def num_programs(shape: AttentionShape) -> int:
     return -(-shape.num_tokens // launch.block_q) * shape.num_kv_heads * launch.num_segments
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 8, 16])
 def test_a_small_decode_splits_its_kv_until_the_gpu_is_full(num_rows: int) -> None:
     launch = choose_launch(decode(num_rows), H200)
     assert num_programs(decode(num_rows)) >= 132
@@ -39,7 +39,7 @@ def test_a_small_decode_splits_its_kv_until_the_gpu_is_full(num_rows: int) -> No
 
 
 def test_a_step_that_fills_the_gpu_is_not_split() -> None:
-    assert choose_launch(decode(256), H200).num_segments == 1
+    assert choose_launch(decode(32), H200).num_segments == 1
     assert choose_launch(PREFILL, H200).num_segments == 1
 
 
