@@ -30,7 +30,7 @@ from jaxpage.models.layers import (
 from jaxpage.models.params import Params, Weight, weight
 from jaxpage.ops.attention import AttentionMetadata, KVCache, attend
 from jaxpage.ops.norm import zero_centered_rms_norm
-from jaxpage.ops.rope import RopeConfig, apply_rope, rope_cos_sin
+from jaxpage.ops.rope import RopeConfig, rope_cos_sin
 
 __all__ = ["config_from_hf", "forward", "kv_specs", "logits", "param_specs"]
 
@@ -148,10 +148,11 @@ def forward(
             q, k, v = project_qkv(layer, norm(x, layer["pre_attention_norm"]), cfg)
             if cfg.qk_norm:
                 q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
-            cos_sin = local_rope if window else rope
-            q, k = apply_rope(q, *cos_sin), apply_rope(k, *cos_sin)
             attended, kv_cache = attend(
-                q, k, v, kv_cache, index, metadata, scale=cfg.attention_scale, softcap=cfg.attention_softcap
+                *(q, k, v, kv_cache, index, metadata),
+                rope=local_rope if window else rope,
+                scale=cfg.attention_scale,
+                softcap=cfg.attention_softcap,
             )
             x = x + norm(project_out(layer, attended), layer["post_attention_norm"])
             mlp = gated_mlp(layer, norm(x, layer["pre_mlp_norm"]), jax.nn.gelu)  # the approximation by tanh

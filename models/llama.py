@@ -22,7 +22,7 @@ from jaxpage.models.layers import (
 from jaxpage.models.params import Params, Weight, weight
 from jaxpage.ops.attention import AttentionMetadata, KVCache, attend
 from jaxpage.ops.norm import rms_norm
-from jaxpage.ops.rope import apply_rope, rope_cos_sin
+from jaxpage.ops.rope import rope_cos_sin
 
 __all__ = ["config_from_hf", "forward", "kv_specs", "logits", "param_specs"]
 
@@ -106,8 +106,7 @@ def forward(
             if cfg.qk_norm:
                 q = rms_norm(q, layer["q_norm"], cfg.norm_eps)
                 k = rms_norm(k, layer["k_norm"], cfg.norm_eps)
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-            attended, kv_cache = attend(q, k, v, kv_cache, index, metadata, scale=cfg.attention_scale)
+            attended, kv_cache = attend(q, k, v, kv_cache, index, metadata, rope=rope, scale=cfg.attention_scale)
             x = x + project_out(layer, attended)
             x = x + gated_mlp(layer, rms_norm(x, layer["post_norm"], cfg.norm_eps), jax.nn.silu)
     return rms_norm(x, params["norm"], cfg.norm_eps), kv_cache

@@ -33,10 +33,13 @@ def rotate_and_write_kv_triton(
     group = num_heads // num_kv_heads
     half = 0 if rope is None else rope[0].shape[-1]
     cos, sin = (None, None) if rope is None else rope
+    # As projections give them, where XLA sees that: then nothing is copied; otherwise one kernel instead of three.
+    by_group = (q.reshape(num_tokens, num_kv_heads, group, head_dim), k[:, :, None], v[:, :, None])
+    qkv = jnp.concatenate(by_group, axis=2)
     cache = jax.new_ref(kv_layer)
     rotated = triton_call(
         _kernel,
-        (q, k, v, cos, sin, slots, kv_scales, cache, num_blocks * block_size),
+        (qkv, cos, sin, slots, kv_scales, cache, num_blocks * block_size),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(num_tokens, num_kv_heads),
         gpu=gpu,
@@ -68,16 +71,14 @@ def _rotated(x_ptr, d, mask, cos, sin, HEAD_DIM: tl.constexpr, HALF: tl.constexp
 
 @triton.jit
 def _kernel(
-    q_ptr,  # [tokens, kv_heads, GROUP, head_dim]
-    k_ptr,  # [tokens, kv_heads, head_dim]
-    v_ptr,
+    qkv_ptr,  # [tokens, kv_heads, GROUP + 2, head_dim]
     cos_ptr,  # [tokens, HALF]
     sin_ptr,
     slots_ptr,  # [tokens]
     kv_scales_ptr,  # [2, kv_heads]
     cache_ptr,  # [num_blocks, 2, BLOCK_SIZE, kv_heads, head_dim]
     num_slots,
-    rotated_ptr,  # like q
+    rotated_ptr,  # [tokens, kv_heads, GROUP, head_dim]
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -98,17 +99,19 @@ def _kernel(
         sin = tl.load(sin_ptr + angle, mask=d < 2 * HALF, other=0.0)
 
     kv_index = token.to(tl.int64) * num_kv_heads + kv_head
-    head = kv_index * GROUP + tl.arange(0, PADDED_GROUP)[:, None]
-    in_group = (tl.arange(0, PADDED_GROUP) < GROUP)[:, None]
-    q = _rotated(q_ptr + head * HEAD_DIM, d, in_group, cos, sin, HEAD_DIM, HALF)  # [PADDED_GROUP, PADDED_DIM]
-    out = q.to(rotated_ptr.dtype.element_ty)
-    tl.store(rotated_ptr + head * HEAD_DIM + d, out, mask=in_group & (d < HEAD_DIM))
+    q_ptr = qkv_ptr + kv_index * (GROUP + 2) * HEAD_DIM
+    k_ptr = q_ptr + GROUP * HEAD_DIM
+    v_ptr = k_ptr + HEAD_DIM
+    head = tl.arange(0, PADDED_GROUP)[:, None]
+    q = _rotated(q_ptr + head * HEAD_DIM, d, head < GROUP, cos, sin, HEAD_DIM, HALF)  # [PADDED_GROUP, PADDED_DIM]
+    out_ptr = rotated_ptr + (kv_index * GROUP + head) * HEAD_DIM + d
+    tl.store(out_ptr, q.to(rotated_ptr.dtype.element_ty), mask=(head < GROUP) & (d < HEAD_DIM))
 
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot < num_slots:  # padding has none
-        k = _rotated(k_ptr + kv_index * HEAD_DIM, d, d >= 0, cos, sin, HEAD_DIM, HALF)  # [1, PADDED_DIM]
+        k = _rotated(k_ptr, d, d >= 0, cos, sin, HEAD_DIM, HALF)  # [1, PADDED_DIM]
         k = k.to(k_ptr.dtype.element_ty).to(tl.float32)  # rounded as a key that was not written with its rotation
-        v = tl.load(v_ptr + kv_index * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
         if kv_scales_ptr is not None:
             k = tl.clamp(k / tl.load(kv_scales_ptr + kv_head), -LARGEST, LARGEST)
             v = tl.clamp(v / tl.load(kv_scales_ptr + num_kv_heads + kv_head), -LARGEST, LARGEST)

@@ -16,11 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.params import Params
 from jaxpage.models.registry import model_for
-from jaxpage.ops.attention import AttentionMetadata, KVCache
+from jaxpage.ops.attention import AttentionMetadata, KVCache, Target
+from jaxpage.ops.launch import GPU
 from jaxpage.ops.sampling import SamplingState, TokenLogprobs, sample, token_logprobs
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.plan import unpack_admission, unpack_forks, unpack_step
@@ -53,16 +55,31 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Compile the step of one bucket for arguments of these shapes (arrays or `ShapeDtypeStruct`s).
 
+    It is made for the devices that their shardings name: GPUs among them need not be on this machine.
     The program is `(params, kv_cache, state, plan) -> (kv_cache, state, StepResult)`; kv_cache and state are donated.
     """
+    mesh = kv_cache.buffers[0].sharding.mesh
+    target = _target_of(mesh)
 
     def step(
         params: Params, kv_cache: KVCache, state: BatchState, plan: jax.Array
     ) -> tuple[KVCache, BatchState, StepResult]:
         trace_counts["step"] += 1
-        return _step(params, kv_cache, state, plan, config, bucket)
+        return _step(params, kv_cache, state, plan, config, bucket, target)
 
-    return jax.jit(step, donate_argnums=(1, 2)).lower(params, kv_cache, state, plan).compile()
+    # What comes back lies where it came from, so that the next step takes it as it is.
+    kept = jax.tree.map(lambda array: array.sharding, (kv_cache, state))
+    out_shardings = (*kept, NamedSharding(mesh, PartitionSpec()))
+    jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
+    return jitted.lower(params, kv_cache, state, plan).compile()
+
+
+def _target_of(mesh: Mesh) -> Target:
+    device = mesh.devices.flat[0]
+    gpu = None
+    if device.platform == "gpu":
+        gpu = GPU(device.core_count, int(device.compute_capability.replace(".", "")))
+    return Target(gpu, mesh if mesh.size > 1 else None)
 
 
 def compile_admit(capacity: int, state: Any, packed: Any) -> jax.stages.Compiled:
@@ -129,7 +146,13 @@ def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCa
 
 
 def _step(
-    params: Params, kv_cache: KVCache, state: BatchState, packed: jax.Array, config: ProgramConfig, bucket: Bucket
+    params: Params,
+    kv_cache: KVCache,
+    state: BatchState,
+    packed: jax.Array,
+    config: ProgramConfig,
+    bucket: Bucket,
+    target: Target,
 ) -> tuple[KVCache, BatchState, StepResult]:
     model = model_for(config.model.architecture)
     plan = unpack_step(packed, bucket)
@@ -165,6 +188,7 @@ def _step(
         kv_lens=kv_lens,
         rope_lengths=jnp.maximum(state.num_prompt_tokens[token_rows], positions + 1),
         max_query_len=bucket.max_query_len,
+        target=target,
     )
     tokens = state.token_ids[token_rows, positions]
     hidden, kv_cache = model.forward(params, tokens, positions, kv_cache, metadata, config.model)
