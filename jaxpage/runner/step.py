@@ -67,11 +67,14 @@ def compile_step(
         trace_counts["step"] += 1
         return _step(params, kv_cache, state, plan, config, bucket, target)
 
-    # What comes back lies where it came from, so that the next step takes it as it is.
-    kept = jax.tree.map(lambda array: array.sharding, (kv_cache, state))
-    out_shardings = (*kept, NamedSharding(mesh, PartitionSpec()))
+    out_shardings = (*_shardings((kv_cache, state)), NamedSharding(mesh, PartitionSpec()))
     jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
     return jitted.lower(params, kv_cache, state, plan).compile()
+
+
+def _shardings(arguments: Any) -> Any:
+    """Where donated arguments lie, and their updates as well: the next program takes those as they are."""
+    return jax.tree.map(lambda array: array.sharding, arguments)
 
 
 def _target_of(mesh: Mesh) -> Target:
@@ -89,7 +92,7 @@ def compile_admit(capacity: int, state: Any, packed: Any) -> jax.stages.Compiled
         trace_counts["admit"] += 1
         return _admit(state, packed, capacity)
 
-    return jax.jit(admit, donate_argnums=(0,)).lower(state, packed).compile()
+    return jax.jit(admit, donate_argnums=(0,), out_shardings=_shardings(state)).lower(state, packed).compile()
 
 
 def compile_fork(kv_cache: Any, state: Any, packed: Any) -> jax.stages.Compiled:
@@ -99,7 +102,8 @@ def compile_fork(kv_cache: Any, state: Any, packed: Any) -> jax.stages.Compiled:
         trace_counts["fork"] += 1
         return _fork(kv_cache, state, packed)
 
-    return jax.jit(fork, donate_argnums=(0, 1)).lower(kv_cache, state, packed).compile()
+    jitted = jax.jit(fork, donate_argnums=(0, 1), out_shardings=_shardings((kv_cache, state)))
+    return jitted.lower(kv_cache, state, packed).compile()
 
 
 def on_device(make: Callable[[], Any], sharding: jax.sharding.Sharding) -> Any:
