@@ -39,11 +39,12 @@ def paged_attention_triton(
     gpu: GPU,
     launch: AttentionLaunch | None = None,
 ) -> jax.Array:
-    """See `paged_attention_xla`, whose contract this fulfils; `gpu` says what to compile for.
+    """See `paged_attention_xla`, whose contract this fulfils for rows whose tokens stand one after another.
 
     q: [tokens, heads, head_dim]; kv_layer: [num_blocks, 2, block_size, num_kv_heads, head_dim];
     block_tables: [rows, width]; query_start: [rows + 1]; query_lens, kv_lens: [rows]; sinks: [heads] float32;
-    kv_scales: [2, num_kv_heads] float32. Returns q's shape and dtype.
+    kv_scales: [2, num_kv_heads] float32, what keys and values of an 8-bit cache are multiplied by.
+    Returns q's shape and dtype. gpu: what to compile for; launch: by default `choose_launch` decides.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, _, block_size, num_kv_heads, _ = kv_layer.shape
@@ -64,7 +65,8 @@ def paged_attention_triton(
         launch = choose_launch(shape, gpu)
     segments = launch.num_segments
     split = segments > 1
-    sizes = {"HEAD_DIM": head_dim, "PADDED_DIM": next_power_of_two(head_dim), "NUM_SEGMENTS": segments}
+    padded_dim = max(next_power_of_two(head_dim), 16)  # a product needs as many
+    sizes = {"HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "NUM_SEGMENTS": segments}
     partial = jax.ShapeDtypeStruct((num_tokens, num_heads, segments, head_dim), jnp.float32)
     statistic = jax.ShapeDtypeStruct((num_tokens, num_heads, segments), jnp.float32)
     one_query = max_query_len == 1
@@ -224,7 +226,7 @@ def _attention_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [BLOCK_M, TILE]
         if SOFTCAP is not None:  # softcap * tanh(scores / softcap)
             scores = SOFTCAP * (2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1)
-        visible = (s[None, :] <= position[:, None]) & (query < query_len)[:, None]
+        visible = s[None, :] <= position[:, None]
         if WINDOW is not None:
             visible &= s[None, :] > position[:, None] - WINDOW
         if CHUNK is not None:

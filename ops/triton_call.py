@@ -3,9 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax_triton
+from triton.backends.nvidia import driver
 
 from jaxpage.ops.launch import GPU
+
+if not hasattr(driver, "TMA_TF32"):
+    # Triton 3.6, which GPU machines have: jax-triton asks for the name, for a kind of argument that is not used here.
+    driver.TMA_TF32 = 11
+import jax_triton
 
 
 def triton_call(

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jaxpage.ops import attention_triton, kv_write_triton
+from jaxpage.ops import attention_triton
 from jaxpage.ops.launch import GPU
 
 GPUS = (GPU(num_sms=108, compute_capability=80), GPU(num_sms=132, compute_capability=90))
@@ -36,7 +36,7 @@ def calls() -> Iterator[tuple[str, dict[str, Any]]]:
         recorded.append({"kernel": kernel, "args": args, "out_type": out_type, **launch})
         return jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), out_type)
 
-    attention_triton.triton_call = kv_write_triton.triton_call = record
+    attention_triton.triton_call = record
     shape = jax.ShapeDtypeStruct
     int32, bfloat16 = partial(shape, dtype=jnp.int32), partial(shape, dtype=jnp.bfloat16)
     for gpu in GPUS:
