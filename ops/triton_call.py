@@ -12,6 +12,11 @@ if not hasattr(driver, "TMA_TF32"):
     driver.TMA_TF32 = 11
 import jax_triton
 
+BACKEND_OPTIONS = {
+    "enable_fp_fusion": True,  # Triton 3.9 asks for a decision
+    "ptx_version": 84,  # of CUDA 12.4; by default it is that of the newest assembler in Triton, which XLA does not use
+}
+
 
 def triton_call(
     kernel: Any,
@@ -37,7 +42,6 @@ def triton_call(
         num_stages=num_stages,
         # Given, so that programs can be compiled for a GPU that this machine has not.
         compute_capability=gpu.compute_capability,
-        # Triton 3.9 asks for a decision: multiplications and additions are fused.
-        backend_options={"enable_fp_fusion": True},
+        backend_options=BACKEND_OPTIONS,
         **constants,
     )

@@ -20,9 +20,10 @@ from triton.compiler import ASTSource
 
 from jaxpage.ops import attention_triton
 from jaxpage.ops.launch import GPU
+from jaxpage.ops.triton_call import BACKEND_OPTIONS
 
 GPUS = (GPU(num_sms=108, compute_capability=80), GPU(num_sms=132, compute_capability=90))
-ASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell"
+ASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "float8_e4m3fn": "fp8e4nv"}
 DECODE, MIXED, DRAFTS = (8, 8, 1), (512, 64, 512), (32, 8, 4)
 """num_tokens, num_rows and max_query_len."""
@@ -89,11 +90,7 @@ def compile_call(call: dict[str, Any]) -> dict[str, Any]:
     compiled = triton.compile(
         ASTSource(call["kernel"], signature, constants, attributes),
         target=GPUTarget("cuda", arch, 32),
-        options={
-            "num_warps": call["num_warps"],
-            "num_stages": call.get("num_stages", 3),
-            "enable_fp_fusion": True,
-        },
+        options={"num_warps": call["num_warps"], "num_stages": call.get("num_stages", 3), **BACKEND_OPTIONS},
     )
     ptx = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:

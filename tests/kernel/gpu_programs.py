@@ -4,16 +4,12 @@ A process of its own: Triton compiles or interprets, as it was imported, and JAX
 """
 
 import json
-import os
 import re
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import triton
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -80,13 +76,6 @@ A100 = {
 }
 
 
-def find_assembler() -> None:
-    """Put the assembler that knows the PTX of this Triton first on PATH."""
-    folder = tempfile.mkdtemp()
-    os.symlink(Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell", f"{folder}/ptxas")
-    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
-
-
 def gpu_mesh(gpu: dict[str, Any], num_gpus: int) -> Mesh:
     name = f"1x1x{num_gpus}"
     topology = topologies.get_topology_desc(name, "cuda", topology=name, target_config=_GPU % gpu)
@@ -148,7 +137,6 @@ def describe(program: jax.stages.Compiled) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    find_assembler()
     found = {}
     for name, gpu, num_gpus, kinds in (
         ("h200", H200, 1, ("decode", "mixed")),
