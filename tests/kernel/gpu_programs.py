@@ -127,7 +127,7 @@ def describe(program: jax.stages.Compiled) -> dict[str, Any]:
             default=0,
         ),
         "launches_per_layer": sum("/layer/" in line for line in launches) / NUM_LAYERS,
-        "triton_kernels": count(r'custom_call_target="triton_kernel_call_ffi"', entry),
+        "triton_kernels": count(r'custom_call_target="triton_kernel_call_ffi"', text),
         "makers_of_kv": sorted(set(re.findall(rf"= {kv_shape}\S* ([a-z\-]+)\(", text))),
         "kv_copies": count(rf"{kv_shape}[^\n]* copy(?:-start)?\(", text),
         "host_transfers": count(r" (?:infeed|outfeed|send|recv)\(|MoveToHost|S\(5\)", text),
