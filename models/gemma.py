@@ -31,7 +31,7 @@ from jaxpage.models.layers import (
 from jaxpage.models.params import Params, Weight, weight
 from jaxpage.ops.attention import AttentionMetadata, KVCache, LayerMetadata, attend
 from jaxpage.ops.norm import zero_centered_rms_norm
-from jaxpage.ops.rope import RopeConfig, apply_rope, rope_cos_sin
+from jaxpage.ops.rope import RopeConfig, rope_cos_sin
 
 __all__ = ["config_from_hf", "forward", "kv_specs", "logits", "param_specs"]
 
@@ -148,9 +148,12 @@ def forward(
         q, k, v = project_qkv(weights, norm(x, weights["pre_attention_norm"]), cfg)
         if cfg.qk_norm:
             q, k = norm(q, weights["q_norm"]), norm(k, weights["k_norm"])
-        cos_sin = local_rope if metadata.group.spec.window else rope
-        q, k = apply_rope(q, *cos_sin), apply_rope(k, *cos_sin)
-        attended, buffer = attend(q, k, v, buffer, metadata, scale=cfg.attention_scale, softcap=cfg.attention_softcap)
+        attended, buffer = attend(
+            *(q, k, v, buffer, metadata),
+            rope=local_rope if metadata.group.spec.window else rope,
+            scale=cfg.attention_scale,
+            softcap=cfg.attention_softcap,
+        )
         x = x + norm(project_out(weights, attended), weights["post_attention_norm"])
         mlp = gated_mlp(weights, norm(x, weights["pre_mlp_norm"]), jax.nn.gelu)  # the approximation by tanh
         return x + norm(mlp, weights["post_mlp_norm"]), buffer

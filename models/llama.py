@@ -23,7 +23,7 @@ from jaxpage.models.layers import (
 from jaxpage.models.params import Params, Weight, weight
 from jaxpage.ops.attention import AttentionMetadata, KVCache, LayerMetadata, attend
 from jaxpage.ops.norm import rms_norm
-from jaxpage.ops.rope import apply_rope, rope_cos_sin
+from jaxpage.ops.rope import rope_cos_sin
 
 __all__ = ["config_from_hf", "forward", "kv_specs", "logits", "param_specs"]
 
@@ -106,8 +106,7 @@ def forward(
         if cfg.qk_norm:
             q = rms_norm(q, weights["q_norm"], cfg.norm_eps)
             k = rms_norm(k, weights["k_norm"], cfg.norm_eps)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        attended, buffer = attend(q, k, v, buffer, metadata, scale=cfg.attention_scale)
+        attended, buffer = attend(q, k, v, buffer, metadata, rope=rope, scale=cfg.attention_scale)
         x = x + project_out(weights, attended)
         return x + gated_mlp(weights, rms_norm(x, weights["post_norm"], cfg.norm_eps), jax.nn.silu), buffer
 

@@ -1,12 +1,20 @@
 """Paged attention: the cache, what a step tells the kernel, and which implementation runs."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxpage.ops.attention_xla import paged_attention_xla
 from jaxpage.ops.kv_spec import KVGroup, KVLayout
-from jaxpage.ops.kv_write import write_kv
+from jaxpage.ops.kv_write import rotate_and_write_kv
+from jaxpage.ops.launch import GPU
+
+HEADS_AXIS = "tp"
+"""Axis of the device mesh over which heads, and with them the KV cache, are divided."""
+KV_CACHE_SPEC = PartitionSpec(None, None, None, HEADS_AXIS)
+"""How each buffer of the cache lies on the mesh."""
 
 
 @jax.tree_util.register_dataclass
@@ -20,6 +28,16 @@ class KVCache:
     @property
     def num_blocks(self) -> int:
         return self.buffers[0].shape[0]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a program runs, as far as attention must know. Settled before tracing, so that no CPU needs Triton."""
+
+    gpu: GPU | None = None
+    """Runs the Triton kernels; None runs plain XLA."""
+    mesh: Mesh | None = None
+    """Devices that divide the heads among them; None where there is one."""
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +56,7 @@ class AttentionMetadata:
     kv_lens: jax.Array  # [rows] int32
     rope_lengths: jax.Array  # [tokens] int32, the sequence length that RoPE scalings see
     max_query_len: int = field(metadata={"static": True})
+    target: Target = field(default=Target(), metadata={"static": True})
 
     def of_group(self, index: int, layout: KVLayout) -> "LayerMetadata":
         """The batch as the layers of KV group `index` see it."""
@@ -49,6 +68,7 @@ class AttentionMetadata:
             kv_lens=self.kv_lens,
             max_query_len=self.max_query_len,
             group=layout.groups[index],
+            target=self.target,
         )
 
 
@@ -64,6 +84,7 @@ class LayerMetadata:
     kv_lens: jax.Array  # [rows] int32
     max_query_len: int = field(metadata={"static": True})
     group: KVGroup = field(metadata={"static": True})
+    target: Target = field(metadata={"static": True})
 
 
 def attend(
@@ -73,30 +94,61 @@ def attend(
     buffer: jax.Array,
     metadata: LayerMetadata,
     *,
+    rope: tuple[jax.Array, jax.Array] | None = None,
     scale: float,
     softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Write a layer's new keys and values, then attend over all that its kind (`KVSpec`) lets each query see.
+    """Rotate, write a layer's new keys and values, and attend over all that its kind (`KVSpec`) lets each query see.
 
-    q: [tokens, heads, head_dim]; k, v: [tokens, num_kv_heads, head_dim]; buffer: the layer's array of the `KVCache`.
-    All of a step's KV is written first: a row may read blocks that another row fills in the same step. Returns q's
-    shape and dtype (0 for padding), and the buffer.
+    q: [tokens, heads, head_dim]; k, v: [tokens, num_kv_heads, head_dim]; buffer: the layer's array of the `KVCache`;
+    rope: what `rope_cos_sin` gives, or None for no rotation. All of a step's KV is written first: a row may read blocks
+    that another row fills in the same step. Returns q's shape and dtype (0 for padding), and the buffer.
     """
-    spec = metadata.group.spec
-    # Layers that keep less per token see the same page as a larger block.
-    kv_layer = buffer.reshape(buffer.shape[0], 2, metadata.group.block_size, spec.num_kv_heads, spec.head_dim)
-    kv_layer = write_kv(kv_layer, k, v, metadata.slots)
-    out = paged_attention_xla(
-        q,
-        kv_layer,
-        block_tables=metadata.block_tables,
-        query_start=metadata.query_start,
-        query_lens=metadata.query_lens,
-        kv_lens=metadata.kv_lens,
-        max_query_len=metadata.max_query_len,
-        scale=scale,
-        window=spec.window,
-        chunk=spec.chunk,
-        softcap=softcap,
-    )
-    return out, kv_layer.reshape(buffer.shape)
+    spec, block_size, target = metadata.group.spec, metadata.group.block_size, metadata.target
+    if target.gpu is None:
+        write, attention = rotate_and_write_kv, paged_attention_xla
+    else:
+        from jaxpage.ops.attention_triton import paged_attention_triton
+        from jaxpage.ops.kv_write_triton import rotate_and_write_kv_triton
+
+        write = partial(rotate_and_write_kv_triton, gpu=target.gpu)
+        attention = partial(paged_attention_triton, gpu=target.gpu)
+
+    def attend_on_device(
+        heads: tuple[jax.Array, jax.Array, jax.Array],
+        rope: tuple[jax.Array, jax.Array] | None,
+        stored: jax.Array,
+        step: dict[str, jax.Array],
+        slots: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        # Layers that keep less per token see the same page as a larger block.
+        kv_layer = stored.reshape(stored.shape[0], 2, block_size, -1, spec.head_dim)
+        q, kv_layer = write(*heads, rope, kv_layer, slots)
+        out = attention(
+            q,
+            kv_layer,
+            **step,
+            max_query_len=metadata.max_query_len,
+            scale=scale,
+            window=spec.window,
+            chunk=spec.chunk,
+            softcap=softcap,
+        )
+        return out, kv_layer.reshape(stored.shape)
+
+    if target.mesh is not None:
+        by_head, everywhere = PartitionSpec(None, HEADS_AXIS), PartitionSpec()
+        attend_on_device = jax.shard_map(
+            attend_on_device,
+            mesh=target.mesh,
+            in_specs=(by_head, everywhere, KV_CACHE_SPEC, everywhere, everywhere),
+            out_specs=(by_head, KV_CACHE_SPEC),
+            check_vma=False,  # Triton kernels do not say which axes their results vary over
+        )
+    step = {
+        "block_tables": metadata.block_tables,
+        "query_start": metadata.query_start,
+        "query_lens": metadata.query_lens,
+        "kv_lens": metadata.kv_lens,
+    }
+    return attend_on_device((q, k, v), rope, buffer, step, metadata.slots)

@@ -31,6 +31,7 @@ class _Options(NamedTuple):
     window: int | None
     softcap: float | None
     chunk: int | None
+    sinks: jax.Array | None  # [heads] float32
 
     def first_visible(self, positions: jax.Array) -> jax.Array:
         """The first KV position that a query at each position sees. It never falls as the position grows."""
@@ -63,17 +64,21 @@ def paged_attention_xla(
     window: int | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """See `ops.attention.paged_attention`; `max_query_len` bounds every row's query length.
+    """Attention of a step's ragged batch (`ops.attention.AttentionMetadata`) over one layer's KV.
 
     q: [tokens, heads, head_dim]; kv_layer: [num_blocks, 2, block_size, num_kv_heads, head_dim];
-    block_tables: [rows, width]; query_start: [rows + 1]; query_lens, kv_lens: [rows]. Returns q's shape and dtype.
+    block_tables: [rows, width]; query_start: [rows + 1]; query_lens, kv_lens: [rows]; sinks: [heads].
+    Returns q's shape and dtype; padding tokens get 0.
 
+    max_query_len: bounds every row's; with 1, token r is the one query of row r, if any.
     window: a query sees this many positions, itself included. chunk: a query sees its own chunk of this many positions
     (chunked local attention, Llama 4). Blocks that no query of a row sees may hold anything. softcap: scores become
-    `softcap * tanh(scores / softcap)`, after the scale (Gemma 2).
+    `softcap * tanh(scores / softcap)`, after the scale (Gemma 2). sinks: each head's score of one position more, which
+    takes weight and has no value (attention sinks, gpt-oss).
     """
-    options = _Options(scale, window, softcap, chunk)
+    options = _Options(scale, window, softcap, chunk, sinks)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv_layer.shape[3]
     grouped = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -171,6 +176,9 @@ def _attend(blocks: _QueryBlocks, kv_layer: jax.Array, options: _Options) -> jax
         return new_highest, total * decay + weights.sum(-1), weighted * decay[..., None] + update
 
     start = (jnp.full(q.shape[:2], _MASKED), jnp.zeros(q.shape[:2]), jnp.zeros(q.shape))
+    if options.sinks is not None:
+        sinks = jnp.repeat(options.sinks.reshape(products, -1), m, axis=1)
+        start = (jnp.tile(sinks, (n, 1)), jnp.ones(q.shape[:2]), start[2])
     _, total, weighted = jax.lax.fori_loop(first_tile, num_tiles, read_tile, start)
     out = weighted / jnp.where(total == 0, 1, total)[..., None]
     out = out.reshape(-1, together, per_kv_head, m, together, head_dim)

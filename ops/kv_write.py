@@ -3,6 +3,26 @@
 import jax
 import jax.numpy as jnp
 
+from jaxpage.ops.rope import apply_rope
+
+
+def rotate_and_write_kv(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rope: tuple[jax.Array, jax.Array] | None,
+    kv_layer: jax.Array,
+    slots: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Rotate queries and keys, and store each token's key and value in its slot.
+
+    q: [tokens, heads, head_dim]; rope: cos and sin of `rope_cos_sin`, or None to leave all as it is; the rest as in
+    `write_kv`. Returns the rotated queries, and the cache.
+    """
+    if rope is not None:
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+    return q, write_kv(kv_layer, k, v, slots)
+
 
 def write_kv(kv_layer: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
     """Store each token's key and value in its slot; slots at or past the cache's end (padding) write nowhere.

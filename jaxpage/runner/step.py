@@ -17,11 +17,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.params import Params
 from jaxpage.models.registry import model_for
-from jaxpage.ops.attention import AttentionMetadata, KVCache
+from jaxpage.ops.attention import AttentionMetadata, KVCache, Target
+from jaxpage.ops.launch import GPU
 from jaxpage.ops.sampling import SamplingState, TokenLogprobs, sample, token_logprobs
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.plan import unpack_admission, unpack_forks
@@ -54,16 +56,35 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Compile the step of one bucket for arguments of these shapes (arrays or `ShapeDtypeStruct`s).
 
+    It is made for the devices that their shardings name: GPUs among them need not be on this machine.
     The program is `(params, kv_cache, state, edits) -> (kv_cache, state, StepResult)`; kv_cache and state are donated.
     """
+
+    mesh = kv_cache.buffers[0].sharding.mesh
+    target = _target_of(mesh)
 
     def step(
         params: Params, kv_cache: KVCache, state: BatchState, edits: jax.Array
     ) -> tuple[KVCache, BatchState, StepResult]:
         trace_counts["step"] += 1
-        return _step(params, kv_cache, _edit(state, edits), config, bucket)
+        return _step(params, kv_cache, _edit(state, edits), config, bucket, target)
 
-    return jax.jit(step, donate_argnums=(1, 2)).lower(params, kv_cache, state, edits).compile()
+    out_shardings = (*_shardings((kv_cache, state)), NamedSharding(mesh, PartitionSpec()))
+    jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
+    return jitted.lower(params, kv_cache, state, edits).compile()
+
+
+def _shardings(arguments: Any) -> Any:
+    """Where donated arguments lie, and their updates as well: the next program takes those as they are."""
+    return jax.tree.map(lambda array: array.sharding, arguments)
+
+
+def _target_of(mesh: Mesh) -> Target:
+    device = mesh.devices.flat[0]
+    gpu = None
+    if device.platform == "gpu":
+        gpu = GPU(device.core_count, int(device.compute_capability.replace(".", "")))
+    return Target(gpu, mesh if mesh.size > 1 else None)
 
 
 def compile_edit(state: Any, edits: Any) -> jax.stages.Compiled:
@@ -73,7 +94,7 @@ def compile_edit(state: Any, edits: Any) -> jax.stages.Compiled:
         trace_counts["edit"] += 1
         return _edit(state, edits)
 
-    return jax.jit(edit, donate_argnums=(0,)).lower(state, edits).compile()
+    return jax.jit(edit, donate_argnums=(0,), out_shardings=_shardings(state)).lower(state, edits).compile()
 
 
 def compile_admit(capacity: int, state: Any, packed: Any) -> jax.stages.Compiled:
@@ -83,7 +104,7 @@ def compile_admit(capacity: int, state: Any, packed: Any) -> jax.stages.Compiled
         trace_counts["admit"] += 1
         return _admit(state, packed, capacity)
 
-    return jax.jit(admit, donate_argnums=(0,)).lower(state, packed).compile()
+    return jax.jit(admit, donate_argnums=(0,), out_shardings=_shardings(state)).lower(state, packed).compile()
 
 
 def compile_fork(kv_cache: Any, state: Any, packed: Any) -> jax.stages.Compiled:
@@ -93,7 +114,8 @@ def compile_fork(kv_cache: Any, state: Any, packed: Any) -> jax.stages.Compiled:
         trace_counts["fork"] += 1
         return _fork(kv_cache, state, packed)
 
-    return jax.jit(fork, donate_argnums=(0, 1)).lower(kv_cache, state, packed).compile()
+    jitted = jax.jit(fork, donate_argnums=(0, 1), out_shardings=_shardings((kv_cache, state)))
+    return jitted.lower(kv_cache, state, packed).compile()
 
 
 def on_device(make: Callable[[], Any], sharding: jax.sharding.Sharding) -> Any:
@@ -152,7 +174,7 @@ def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCa
 
 
 def _step(
-    params: Params, kv_cache: KVCache, state: BatchState, config: ProgramConfig, bucket: Bucket
+    params: Params, kv_cache: KVCache, state: BatchState, config: ProgramConfig, bucket: Bucket, target: Target
 ) -> tuple[KVCache, BatchState, StepResult]:
     model = model_for(config.model.architecture)
     rows, query_lens = state.places[:, : bucket.num_rows]
@@ -185,6 +207,7 @@ def _step(
         kv_lens=kv_lens,
         rope_lengths=jnp.maximum(state.num_prompt_tokens[token_rows], positions + 1),
         max_query_len=bucket.max_query_len,
+        target=target,
     )
     tokens = state.token_ids[token_rows, positions]
     hidden, kv_cache = model.forward(params, tokens, positions, kv_cache, metadata, config.model)

@@ -122,12 +122,11 @@ def compiled_ops() -> Iterator[None]:
     ops: list[tuple[str, tuple[ModuleType, ...], tuple[str, ...]]] = [
         # name, the modules that call it, its static arguments (numbers such as window or eps need not be)
         ("paged_attention_xla", (attention,), ("max_query_len",)),
-        ("write_kv", (attention,), ()),
+        ("rotate_and_write_kv", (attention,), ()),
         ("linear", (layers,), ()),
         ("gated_mlp", (llama, gemma), ("activation",)),
         ("rms_norm", (llama,), ()),
         ("zero_centered_rms_norm", (gemma,), ()),
-        ("apply_rope", (llama, gemma), ()),
     ]
     with pytest.MonkeyPatch.context() as patch:
         for name, modules, static in ops:

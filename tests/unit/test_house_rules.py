@@ -134,11 +134,24 @@ def test_jit_appears_only_in_the_file_of_the_compiled_programs() -> None:
     for file in (file for folder in PACKAGES for file in sources(folder)):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             match node:
+                case ast.Attribute(ast.Name("triton"), "jit"):
+                    pass  # a kernel
                 case ast.Attribute(attr=word) | ast.Name(id=word) | ast.alias(name=word):
                     if word.split(".")[-1] in {"jit", "pjit"}:
                         users.add(name_of(file))
     # In models it has alike layers traced once, inside a program; it makes none.
     assert users == {"jaxpage/runner/step.py", "models/layers.py"}
+
+
+def test_one_file_imports_jax_triton() -> None:
+    files = [file for folder in PACKAGES for file in sources(folder)]
+    users = {name_of(file) for file in files if "jax_triton" in imports_of(file)}
+    assert users == {"ops/triton_call.py"}
+
+
+def test_a_cpu_engine_loads_no_triton() -> None:
+    code = "import sys, jaxpage.runner.runner\nprint(sorted({'triton', 'jax_triton'} & sys.modules.keys()))"
+    assert run_python(code) == "[]\n"
 
 
 def test_no_file_is_too_long_to_read() -> None:
