@@ -103,6 +103,7 @@ class EngineCore:
                 index=index,
                 priority=message.priority,
                 num_logprobs=-1 if message.params.logprobs is None else message.params.logprobs,
+                bad_words=message.bad_words,
                 extra_keys=None if message.cache_salt is None else ExtraKeys(cache_salt=message.cache_salt),
             )
             for index in range(width)

@@ -11,7 +11,14 @@ import msgspec
 from jaxpage import wire
 from jaxpage.errors import RequestError
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from jaxpage.sampling_params import MAX_BEAM_CANDIDATES, MAX_STOP_TOKEN_IDS, BeamSearchParams, SamplingParams
+from jaxpage.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BEAM_CANDIDATES,
+    MAX_STOP_TOKEN_IDS,
+    BeamSearchParams,
+    SamplingParams,
+)
 from jaxpage.tokenizer import IncrementalDecoder, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -255,6 +262,9 @@ def open_request(
             "prompt",
         )
     _check_stop_token_ids(params, limits)
+    bad_words = [] if isinstance(params, BeamSearchParams) else _bad_word_ids(params, tokenizer)
+    if isinstance(params, SamplingParams):
+        _check_token_rules(params, bad_words, limits)
     beam = params if isinstance(params, BeamSearchParams) else None
     if beam is not None:
         beam = _fit_beams(beam, len(token_ids), room, limits)
@@ -275,7 +285,7 @@ def open_request(
         )
     if params.seed is not None and params.seed != -1:
         seed = params.seed
-    message = wire.AddRequest(request_id, token_ids, params, seed, max_tokens, priority, cache_salt, beam)
+    message = wire.AddRequest(request_id, token_ids, params, seed, max_tokens, priority, cache_salt, beam, bad_words)
     return OpenRequest(message, text, tokenizer)
 
 
@@ -296,6 +306,47 @@ def _check_stop_token_ids(params: SamplingParams | BeamSearchParams, limits: wir
             f"beam_width is {params.beam_width}, and with {num_stops} ending tokens it must be at most "
             f"{MAX_BEAM_CANDIDATES - num_stops}: lower it, or give fewer stop_token_ids",
             "beam_width",
+        )
+
+
+def _bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> list[list[int]]:
+    """Token sequences of `bad_words`, each as it stands within a word and, behind a space, at the start of one."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        for text in (word, " " + word.lstrip()):
+            token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if len(token_ids) > MAX_BAD_WORD_TOKENS:
+                raise RequestError(
+                    f"bad_words holds {word!r} of {len(token_ids)} tokens, and {MAX_BAD_WORD_TOKENS} is the most: "
+                    "forbid a part of it",
+                    "bad_words",
+                )
+            if token_ids:
+                found[token_ids] = None
+    if (num_words := sum(len(token_ids) > 1 for token_ids in found)) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words are {num_words} sequences of several tokens, and {MAX_BAD_WORDS} fit: give fewer", "bad_words"
+        )
+    return [list(token_ids) for token_ids in found]
+
+
+def _check_token_rules(params: SamplingParams, bad_words: Sequence[Sequence[int]], limits: wire.Ready) -> None:
+    """All ids are in the vocabulary, and masks leave a token to draw from the first step on."""
+    for name, token_ids in (
+        ("logit_bias", params.logit_bias),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+    ):
+        for token_id in token_ids:
+            if token_id >= limits.vocab_size:
+                raise RequestError(f"{name} holds {token_id}, and token ids are below {limits.vocab_size}", name)
+    forbidden = {token_ids[0] for token_ids in bad_words if len(token_ids) == 1}
+    if params.min_tokens:
+        forbidden |= {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)}
+    allowed = params.allowed_token_ids
+    if (len(forbidden) >= limits.vocab_size) if allowed is None else forbidden.issuperset(allowed):
+        name = "bad_words" if allowed is None else "allowed_token_ids"
+        raise RequestError(
+            f"{name} leaves no token to generate: all are stop tokens before min_tokens, or bad words", name
         )
 
 

@@ -41,6 +41,8 @@ class Request:
     """Lower goes first, where the policy looks at it."""
     num_logprobs: int = -1
     """Most probable tokens whose log-probabilities each step reports, the drawn one's besides; -1 for none of it."""
+    bad_words: list[list[int]] = field(default_factory=list)
+    """Token sequences that it must not generate."""
     extra_keys: ExtraKeys | None = None
     """What its KV depends on besides tokens."""
     prefix: "Request | None" = None
@@ -85,6 +87,11 @@ class Request:
     @property
     def reads_prefix_cache(self) -> bool:
         return not self.params.skip_reading_prefix_cache
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether it says something of single tokens."""
+        return bool(self.bad_words or self.params.logit_bias) or self.params.allowed_token_ids is not None
 
     @property
     def is_finished(self) -> bool:

@@ -27,6 +27,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", array_like=True):
     cache_salt: str | None = None
     beam: BeamSearchParams | None = None
     """A beam search; `params` then says nothing but how long."""
+    bad_words: list[list[int]] = msgspec.field(default_factory=list)
+    """Token sequences that must not be generated: what `params.bad_words` are to the tokenizer."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort", array_like=True):

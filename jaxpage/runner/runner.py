@@ -24,11 +24,27 @@ from jaxpage.models.params import load_params
 from jaxpage.models.registry import resolve_model
 from jaxpage.ops.attention import KVCache
 from jaxpage.runner.buckets import Bucket, choose_bucket, first_buckets, make_buckets
-from jaxpage.runner.plan import admission_size, empty_step, pack_admission, pack_forks, pack_step
+from jaxpage.runner.plan import (
+    admission_size,
+    empty_step,
+    pack_admission,
+    pack_forks,
+    pack_rules,
+    pack_step,
+    rules_size,
+)
 from jaxpage.runner.programs import ProgramStore
 from jaxpage.runner.resolve import resolve_dtype, resolve_max_model_len, resolve_num_blocks
 from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
-from jaxpage.runner.step import ProgramConfig, StepResult, compile_admit, compile_fork, compile_step, on_device
+from jaxpage.runner.step import (
+    ProgramConfig,
+    StepResult,
+    compile_admit,
+    compile_fork,
+    compile_rules,
+    compile_step,
+    on_device,
+)
 from jaxpage.sampling_params import MAX_BEAM_CANDIDATES, MAX_STOP_TOKEN_IDS
 from jaxpage.scheduler import SchedulerOutput
 from jaxpage.wire import TokenLogprobs
@@ -80,7 +96,8 @@ class Runner:
         num_groups = len(self.layout.groups)
         self._state: BatchState = on_device(
             lambda: empty_state(
-                config.max_num_seqs, self.max_model_len, num_groups, config.block_size, MAX_STOP_TOKEN_IDS
+                *(config.max_num_seqs, self.max_model_len, num_groups, config.block_size, MAX_STOP_TOKEN_IDS),
+                vocab_size=self.model_config.vocab_size,
             ),
             replicated,
         )
@@ -91,6 +108,7 @@ class Runner:
         self._store = ProgramStore(folder, devices[0])
         self._admit: dict[int, jax.stages.Compiled] = {}
         self._fork: jax.stages.Compiled | None = None
+        self._set_rules: jax.stages.Compiled | None = None
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._background: threading.Thread | None = None
         self._closing = threading.Event()
@@ -101,7 +119,7 @@ class Runner:
         stats = self._store.stats
         return {
             "num_programs": stats.num_programs,
-            "num_programs_wanted": 1 + len(self._capacities) + len(self._buckets),
+            "num_programs_wanted": 2 + len(self._capacities) + len(self._buckets),
             "num_programs_loaded": stats.num_loaded,
             "compile_seconds": round(stats.seconds, 3),
         }
@@ -152,6 +170,11 @@ class Runner:
         self._fork = self._store.get(
             "fork", None, (kv_cache, state, forks), lambda: compile_fork(kv_cache, state, forks)
         )
+        vocab_size = self.model_config.vocab_size
+        rules = np.zeros(rules_size(vocab_size), np.int32)
+        self._set_rules = self._store.get(
+            "rules", None, (state, rules), lambda: compile_rules(vocab_size, state, rules)
+        )
         # Much of XLA's compiling is serial: two programs at a time take little longer than one.
         num_threads = min(os.cpu_count() or 1, _MAX_COMPILE_THREADS)
         prepare(first, num_threads)
@@ -176,6 +199,10 @@ class Runner:
         for admitted in output.admitted:
             capacity = next(c for c in self._capacities if c >= len(admitted.token_ids))
             self._state = self._admit[capacity](self._state, pack_admission(admitted, capacity, self.layout))
+            if admitted.request.has_rules:
+                assert self._set_rules is not None, "warm_up comes first"
+                rules = pack_rules(admitted.row, admitted.request, self.model_config.vocab_size)
+                self._state = self._set_rules(self._state, rules)
         ready = tuple(self._steps)
         bucket = choose_bucket(ready, output.num_tokens, len(output.rows), max(output.query_lens))
         plan = pack_step(output, bucket, self.layout)

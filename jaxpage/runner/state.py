@@ -9,6 +9,8 @@ import numpy as np
 
 from jaxpage.ops.attention import KVCache
 from jaxpage.ops.kv_spec import KVLayout
+from jaxpage.ops.processing import TokenRules
+from jaxpage.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +31,11 @@ class BatchState:
     min_tokens: jax.Array  # [rows] int32, output tokens before a stop token may come
     num_logprobs: jax.Array  # [rows] int32, alternatives to report, -1 without log-probabilities
     stop_token_ids: jax.Array  # [rows, MAX_STOP_TOKEN_IDS] int32, maximal where unused
+    repetition_penalty: jax.Array  # [rows] float32
+    presence_penalty: jax.Array  # [rows] float32
+    frequency_penalty: jax.Array  # [rows] float32
+    has_rules: jax.Array  # [rows] bool, whether `rules` holds what its request says
+    rules: TokenRules
 
     @property
     def num_rows(self) -> int:
@@ -36,7 +43,7 @@ class BatchState:
 
 
 def empty_state(
-    num_rows: int, max_model_len: int, num_groups: int, block_size: int, max_stop_token_ids: int
+    num_rows: int, max_model_len: int, num_groups: int, block_size: int, max_stop_token_ids: int, vocab_size: int
 ) -> BatchState:
     """A batch without requests."""
 
@@ -60,6 +67,16 @@ def empty_state(
         min_tokens=ints(),
         num_logprobs=ints(),
         stop_token_ids=jnp.full((num_rows, max_stop_token_ids), jnp.iinfo(jnp.int32).max, jnp.int32),
+        repetition_penalty=floats(),
+        presence_penalty=floats(),
+        frequency_penalty=floats(),
+        has_rules=jnp.zeros(num_rows, bool),
+        rules=TokenRules(
+            allowed=jnp.zeros((num_rows, -(-vocab_size // 32)), jnp.uint32),
+            bias_ids=jnp.zeros((num_rows, MAX_LOGIT_BIAS), jnp.int32),
+            bias=jnp.zeros((num_rows, MAX_LOGIT_BIAS), jnp.float32),
+            bad_words=jnp.zeros((num_rows, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), jnp.int32),
+        ),
     )
 
 

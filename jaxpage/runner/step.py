@@ -2,6 +2,7 @@
 
     fork     rows and KV blocks that go on as copies of others
     admit    one request in full -> its row of the batch
+    rules    what an admitted request says of single tokens -> the same row
     step     a plan -> forward, sample, append, for every row it names
 
 All take the device state donated and give it back updated; nothing else crosses between host and device but the plans
@@ -21,9 +22,10 @@ from jaxpage.models.config import ModelConfig
 from jaxpage.models.params import Params
 from jaxpage.models.registry import model_for
 from jaxpage.ops.attention import AttentionMetadata, KVCache
+from jaxpage.ops.processing import ProcessingState
 from jaxpage.ops.sampling import SamplingState, TokenLogprobs, sample, token_logprobs
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.plan import unpack_admission, unpack_forks, unpack_step
+from jaxpage.runner.plan import unpack_admission, unpack_forks, unpack_rules, unpack_step
 from jaxpage.runner.state import BatchState
 
 trace_counts: Counter[str] = Counter()
@@ -75,6 +77,18 @@ def compile_admit(capacity: int, state: Any, packed: Any) -> jax.stages.Compiled
     return jax.jit(admit, donate_argnums=(0,)).lower(state, packed).compile()
 
 
+def compile_rules(vocab_size: int, state: Any, packed: Any) -> jax.stages.Compiled:
+    """Compile `(state, packed rules) -> state`; state is donated."""
+
+    def set_rules(state: BatchState, packed: jax.Array) -> BatchState:
+        trace_counts["rules"] += 1
+        row, rules = unpack_rules(packed, vocab_size)
+        updated = jax.tree.map(lambda array, new: array.at[row].set(new), state.rules, rules)
+        return dataclasses.replace(state, rules=updated)
+
+    return jax.jit(set_rules, donate_argnums=(0,)).lower(state, packed).compile()
+
+
 def compile_fork(kv_cache: Any, state: Any, packed: Any) -> jax.stages.Compiled:
     """Compile `(kv_cache, state, packed forks) -> (kv_cache, state)`; kv_cache and state are donated."""
 
@@ -112,7 +126,7 @@ def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCa
         return array.at[target].set(array[rows], mode="drop")
 
     copied = {
-        field.name: copy_rows(getattr(state, field.name))
+        field.name: jax.tree.map(copy_rows, getattr(state, field.name))
         for field in dataclasses.fields(state)
         if field.name != "block_tables"
     }
@@ -172,28 +186,17 @@ def _step(
     last = hidden if bucket.max_query_len == 1 else hidden[jnp.maximum(query_start[1:] - 1, 0)]
     with jax.named_scope("logits"):
         logits = model.logits(params, last, config.model)
+    # A row draws only when its last known token is computed; prompts that go on in a later step do not.
     num_tokens = state.num_tokens[rows]
+    draws = (plan.query_lens > 0) & (kv_lens == num_tokens)
     with jax.named_scope("sample"):
-        drawn = sample(
-            logits,
-            SamplingState(
-                temperature=jnp.where(plan.query_lens > 0, state.temperature[rows], 0),
-                top_k=state.top_k[rows],
-                top_p=state.top_p[rows],
-                min_p=state.min_p[rows],
-                seed=state.seed[rows],
-                position=num_tokens,
-                min_position=state.num_prompt_tokens[rows] + state.min_tokens[rows],
-                stop_token_ids=state.stop_token_ids[rows],
-            ),
-        )
+        sampling, processing = _sampling_states(state, rows, draws)
+        drawn = sample(logits, sampling, processing)
 
     with jax.named_scope("logprobs"):
         wanted = jnp.where(plan.query_lens > 0, state.num_logprobs[rows], -1)
         logprobs = token_logprobs(logits, drawn, wanted, config.num_logprobs)
 
-    # A row draws only when its last known token is computed; prompts that go on in a later step do not.
-    draws = (plan.query_lens > 0) & (kv_lens == num_tokens)
     updated = dataclasses.replace(
         state,
         block_tables=block_tables,
@@ -202,3 +205,34 @@ def _step(
         num_computed_tokens=state.num_computed_tokens.at[plan.rows].add(plan.query_lens, mode="drop"),
     )
     return kv_cache, updated, StepResult(jnp.where(draws, drawn, -1), logprobs)
+
+
+def _sampling_states(state: BatchState, rows: jax.Array, draws: jax.Array) -> tuple[SamplingState, ProcessingState]:
+    """The options of a step's rows; those that do not draw have none. rows: [rows] int32, draws: [rows] bool."""
+
+    def where_drawn(values: jax.Array, off: float) -> jax.Array:
+        return jnp.where(draws, values[rows], off)
+
+    num_tokens = state.num_tokens[rows]
+    sampling = SamplingState(
+        temperature=where_drawn(state.temperature, 0),
+        top_k=where_drawn(state.top_k, 0),
+        top_p=where_drawn(state.top_p, 1),
+        min_p=where_drawn(state.min_p, 0),
+        seed=state.seed[rows],
+        position=num_tokens,
+    )
+    processing = ProcessingState(
+        rows=rows,
+        num_prompt_tokens=state.num_prompt_tokens[rows],
+        num_tokens=num_tokens,
+        min_tokens=where_drawn(state.min_tokens, 0),
+        stop_token_ids=state.stop_token_ids[rows],
+        repetition_penalty=where_drawn(state.repetition_penalty, 1),
+        presence_penalty=where_drawn(state.presence_penalty, 0),
+        frequency_penalty=where_drawn(state.frequency_penalty, 0),
+        has_rules=draws & state.has_rules[rows],
+        token_ids=state.token_ids,
+        rules=state.rules,
+    )
+    return sampling, processing

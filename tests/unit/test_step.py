@@ -25,9 +25,9 @@ Arrays = dict[str, np.ndarray]
 def arrays_of(kv_cache: KVCache, state: BatchState) -> Arrays:
     """Everything on the device, by name."""
     buffers = {f"buffer {i}": np.array(buffer) for i, buffer in enumerate(kv_cache.buffers)}
-    return buffers | {
-        field.name: np.array(getattr(state, field.name)) for field in dataclasses.fields(state) if field.name
-    }
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name != "rules"}
+    fields |= {f"rules.{field.name}": getattr(state.rules, field.name) for field in dataclasses.fields(state.rules)}
+    return buffers | {name: np.array(array) for name, array in fields.items()}
 
 
 def random_device_state() -> tuple[KVCache, BatchState]:
@@ -37,7 +37,7 @@ def random_device_state() -> tuple[KVCache, BatchState]:
     def fill(array: jax.Array) -> jax.Array:
         return jnp.asarray(rng.permutation(array.size).reshape(array.shape), array.dtype)
 
-    state = jax.tree.map(fill, empty_state(NUM_ROWS, MAX_MODEL_LEN, 2, FULL.block_size, 4))
+    state = jax.tree.map(fill, empty_state(NUM_ROWS, MAX_MODEL_LEN, 2, FULL.block_size, 4, 70))
     state = dataclasses.replace(state, num_tokens=jnp.arange(3, 3 + 2 * NUM_ROWS, 2, dtype=jnp.int32))
     return jax.tree.map(fill, empty_kv_cache(LAYOUT, NUM_BLOCKS, np.dtype(np.float32))), state
 

@@ -21,6 +21,12 @@ FULL_PARAMS = SamplingParams(
     skip_special_tokens=False,
     n=128,
     logprobs=0,
+    repetition_penalty=1.25,
+    presence_penalty=-2,
+    frequency_penalty=0.1,
+    logit_bias={0: -100, 49151: 0.5},
+    allowed_token_ids=(0, 49151),
+    bad_words=("🦙", " two words"),
     skip_reading_prefix_cache=True,
 )
 FULL_BEAM = BeamSearchParams(
@@ -38,6 +44,7 @@ TO_ENGINE: list[wire.ToEngine] = [
     wire.AddRequest("r-2", list(range(5000)), SamplingParams(temperature=0, max_tokens=1), -(2**63), 2**31),
     wire.AddRequest("r-3", [1], SamplingParams(), 0, 7, -(2**63) + 1, "salt: 🦙", FULL_BEAM),
     wire.AddRequest("r-4", [1], SamplingParams(), 0, 7, beam=BeamSearchParams(beam_width=1, early_stopping=True)),
+    wire.AddRequest("r-5", [1], SamplingParams(bad_words=("a",)), 0, 7, bad_words=[[1], [2, 3]]),
     wire.AbortRequests([]),
     wire.AbortRequests(["r-1", "r-2#7"]),
     wire.Call(2**40, "kv_cache_snapshot"),
