@@ -1,31 +1,21 @@
 """From the model's logits to the ones that tokens are drawn from: what a request says about tokens.
 
-Order: allowed tokens, logit bias, minimum length; repetition, presence and frequency penalty; bad words. Every option
+Order: allowed tokens, logit bias; repetition, presence and frequency penalty; minimum length, bad words. Every option
 is an array with a value per row; how often a row holds a token is counted from its token ids where a penalty asks for
 it, so that nothing of the vocabulary's size outlives the step.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 
-ANY_TOKEN = -1
-"""Stands before a forbidden sequence that is shorter than the longest may be."""
-_UNUSED = 2**31 - 1
+from jaxpage.ops.token_rules import ANY_TOKEN, UNUSED, RulesLayout
+
+LAST_RESORT = -1e30
+"""Logit of a token that is drawn only where all others are -inf."""
 _TILE = 512
 """Positions whose tokens are counted at a time."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TokenRules:
-    """What requests say of single tokens, a row for each. Rows of other requests hold left-overs."""
-
-    allowed: jax.Array  # [rows, vocab / 32, rounded up] uint32: a bit for every token that may be drawn, lowest first
-    bias_ids: jax.Array  # [rows, biases] int32, vocab size or more where unused
-    bias: jax.Array  # [rows, biases] float32
-    bad_words: jax.Array  # [rows, words, length] int32, ends aligned, maximal where unused
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +33,8 @@ class ProcessingState:
     frequency_penalty: jax.Array  # [rows] float32, 0 is off
     has_rules: jax.Array  # [rows] bool
     token_ids: jax.Array  # [batch rows, max_model_len] int32
-    rules: TokenRules
+    rules: jax.Array  # [batch rows, layout.size] int32; rows of requests without any hold left-overs
+    layout: RulesLayout = field(metadata={"static": True})
 
     @property
     def holds_back_stops(self) -> jax.Array:
@@ -64,40 +55,30 @@ class ProcessingState:
 def process(logits: jax.Array, state: ProcessingState) -> jax.Array:
     """Apply the options of each row. logits: [rows, vocab] float32, finite; -inf in the result is never drawn.
 
-    A token is left in every row of which allowed tokens and minimum length leave one: bad words that would take the
-    last one are not obeyed.
+    A row always has something to draw: stop tokens before the minimum length and bad words are `LAST_RESORT`.
     """
     vocab_size, row = logits.shape[1], jnp.arange(logits.shape[0])[:, None]
-    rules = jax.tree.map(lambda array: array[state.rows], state.rules)
-    logits = jnp.where(_unpack_bits(rules.allowed, vocab_size) | ~state.has_rules[:, None], logits, -jnp.inf)
-    bias_ids = jnp.where(state.has_rules[:, None], rules.bias_ids, vocab_size)
-    logits = logits.at[row, bias_ids].add(rules.bias, mode="drop")
-    stop_ids = jnp.where(state.holds_back_stops[:, None], state.stop_token_ids, vocab_size)
-    logits = logits.at[row, stop_ids].set(-jnp.inf, mode="drop")
+    rules, has_rules = state.layout.unpack(state.rules[state.rows]), state.has_rules[:, None]
+    logits = jnp.where(rules.allowed | ~has_rules, logits, -jnp.inf)
+    logits = logits.at[row, jnp.where(has_rules, rules.bias_ids, vocab_size)].add(rules.bias, mode="drop")
     logits = _penalize(logits, state)
 
-    completing = jnp.where(state.has_rules[:, None], _completing_tokens(rules.bad_words, state), vocab_size)
-    without = logits.at[row, completing].set(-jnp.inf, mode="drop")
-    return jnp.where(jnp.any(without > -jnp.inf, axis=-1, keepdims=True), without, logits)
-
-
-def _unpack_bits(words: jax.Array, count: int) -> jax.Array:
-    """[rows, words] uint32 -> the lowest `count` bits of each row as [rows, count] bool."""
-    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    return bits.reshape(words.shape[0], -1)[:, :count].astype(bool)
+    stops = jnp.where(state.holds_back_stops[:, None], state.stop_token_ids, vocab_size)
+    bad = jnp.where(has_rules, _completing_tokens(rules.bad_words, state), vocab_size)
+    return logits.at[row, jnp.concatenate([stops, bad], axis=1)].min(LAST_RESORT, mode="drop")
 
 
 def _penalize(logits: jax.Array, state: ProcessingState) -> jax.Array:
-    in_prompt, counts = _count_tokens(state, logits.shape[1])
+    in_prompt, in_output = jnp.split(_count_tokens(state, logits.shape[1]), 2, axis=1)
     repetition = state.repetition_penalty[:, None]
     penalized = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(in_prompt | (counts > 0), penalized, logits)
-    logits -= state.frequency_penalty[:, None] * counts
-    return logits - state.presence_penalty[:, None] * (counts > 0)
+    logits = jnp.where(in_prompt + in_output > 0, penalized, logits)
+    logits -= state.frequency_penalty[:, None] * in_output
+    return logits - state.presence_penalty[:, None] * (in_output > 0)
 
 
-def _count_tokens(state: ProcessingState, vocab_size: int) -> tuple[jax.Array, jax.Array]:
-    """Which tokens the prompt of a penalized row holds, and how often each was generated: [rows, vocab] bool, int32.
+def _count_tokens(state: ProcessingState, vocab_size: int) -> jax.Array:
+    """How often prompt and, behind it, output of each penalized row hold each token, as [rows, 2 * vocab] int32.
 
     Takes as long as the longest of these rows.
     """
@@ -105,28 +86,25 @@ def _count_tokens(state: ProcessingState, vocab_size: int) -> tuple[jax.Array, j
     num_rows, max_model_len = state.rows.shape[0], state.token_ids.shape[1]
     row, tile = jnp.arange(num_rows)[:, None], min(_TILE, max_model_len)
 
-    def count_tile(index: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        in_prompt, counts = found
+    def count_tile(index: jax.Array, counts: jax.Array) -> jax.Array:
         positions = index * tile + jnp.arange(tile)
         ids = state.token_ids[state.rows[:, None], jnp.minimum(positions, max_model_len - 1)]
-        ids = jnp.where(positions < lengths[:, None], ids, vocab_size)
-        is_prompt = positions < state.num_prompt_tokens[:, None]
-        in_prompt = in_prompt.at[row, jnp.where(is_prompt, ids, vocab_size)].set(True, mode="drop")
-        return in_prompt, counts.at[row, jnp.where(is_prompt, vocab_size, ids)].add(1, mode="drop")
+        places = ids + jnp.where(positions < state.num_prompt_tokens[:, None], 0, vocab_size)
+        return counts.at[row, jnp.where(positions < lengths[:, None], places, UNUSED)].add(1, mode="drop")
 
-    none = jnp.zeros((num_rows, vocab_size), bool), jnp.zeros((num_rows, vocab_size), jnp.int32)
+    none = jnp.zeros((num_rows, 2 * vocab_size), jnp.int32)
     return jax.lax.fori_loop(0, -(-jnp.max(lengths) // tile), count_tile, none)
 
 
 def _completing_tokens(bad_words: jax.Array, state: ProcessingState) -> jax.Array:
     """Tokens that would complete a bad word that the generated text ends with the rest of.
 
-    bad_words: [rows, words, length] int32. Returns [rows, words] int32, maximal where a word is not begun.
+    bad_words: [rows, words, length] int32. Returns [rows, words] int32, UNUSED where a word is not begun.
     """
     *_, length = bad_words.shape
     positions = state.num_tokens[:, None] - jnp.arange(length - 1, 0, -1)
     is_generated = positions >= state.num_prompt_tokens[:, None]
-    last = jnp.where(is_generated, state.token_ids[state.rows[:, None], jnp.maximum(positions, 0)], _UNUSED)
+    last = jnp.where(is_generated, state.token_ids[state.rows[:, None], jnp.maximum(positions, 0)], UNUSED)
     beginnings = bad_words[:, :, :-1]
     is_begun = jnp.all((beginnings == ANY_TOKEN) | (beginnings == last[:, None]), axis=-1)
-    return jnp.where(is_begun, bad_words[:, :, -1], _UNUSED)
+    return jnp.where(is_begun, bad_words[:, :, -1], UNUSED)

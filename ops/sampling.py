@@ -67,22 +67,21 @@ def draw(logits: jax.Array, state: SamplingState) -> jax.Array:
 def exponential_noise(seed: jax.Array, position: jax.Array, count: int) -> jax.Array:
     """Exponential noise (rate 1) that is a function of (seed, position, index) alone, as [rows, count] float32.
 
-    seed: [rows, 2] uint32, position: [rows] int32. Threefry makes a key of the two. The index is mixed into each half
-    of it by the 32-bit hash of github.com/skeeto/hash-prospector with the least known bias: a tenth of the work that
-    Threefry is over a whole vocabulary.
+    seed: [rows, 2] uint32, position: [rows] int32. All are mixed by the 32-bit hash with the least
+    known bias (github.com/skeeto/hash-prospector): a tenth of the work that Threefry is over a whole vocabulary.
     """
-
-    def row_key(seed: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position))
 
     def mix(bits: jax.Array) -> jax.Array:
         bits = (bits ^ (bits >> 16)) * jnp.uint32(0x21F0AAAD)
         bits = (bits ^ (bits >> 15)) * jnp.uint32(0xD35A2D97)
         return bits ^ (bits >> 15)
 
-    key = jax.vmap(row_key)(seed, position)
-    index = jax.lax.iota(jnp.uint32, count)[None]
-    bits = mix(mix(index ^ key[:, :1]) ^ key[:, 1:])
+    def key(position: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        return mix(second ^ mix(first ^ mix(position)))
+
+    position, high, low = position.astype(jnp.uint32)[:, None], seed[:, :1], seed[:, 1:]
+    keys = key(position + jnp.uint32(0x9E3779B9), high, low), key(position + jnp.uint32(0x85EBCA6B), low, high)
+    bits = mix(mix(jax.lax.iota(jnp.uint32, count) ^ keys[0]) ^ keys[1])
     # In (0, 1), and finest near 0: noise may be as small as the probability of a rare token that it lets win.
     uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     return -jnp.log1p(-uniform)

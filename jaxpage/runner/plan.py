@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpage.ops.kv_spec import KVLayout
-from jaxpage.ops.processing import ANY_TOKEN, TokenRules
+from jaxpage.ops.token_rules import RulesLayout
 from jaxpage.request import Request
 from jaxpage.runner.buckets import Bucket
 from jaxpage.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
@@ -180,43 +180,13 @@ def unpack_admission(packed: jax.Array, capacity: int, num_groups: int) -> Admit
     )
 
 
-def _num_allowed_words(vocab_size: int) -> int:
-    return -(-vocab_size // 32)
-
-
-def rules_size(vocab_size: int) -> int:
-    """Length of packed rules."""
-    return 1 + _num_allowed_words(vocab_size) + 2 * MAX_LOGIT_BIAS + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
+def rules_layout(vocab_size: int) -> RulesLayout:
+    """How the rules of a request about single tokens are packed: with room for all that it may have."""
+    return RulesLayout(vocab_size, MAX_LOGIT_BIAS, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
 
 
 def pack_rules(row: int, request: Request, vocab_size: int) -> np.ndarray:
-    """Pack what a request says of single tokens. A bad word of one token is a token that is not allowed."""
-    params, packed = request.params, np.full(rules_size(vocab_size), _UNUSED, np.int32)
-    packed[0] = row
-    allowed_words, bias_ids, bias, bad_words = np.split(
-        packed[1:], np.cumsum((_num_allowed_words(vocab_size), MAX_LOGIT_BIAS, MAX_LOGIT_BIAS))
-    )
-    allowed = np.zeros(len(allowed_words) * 32, np.uint8)
-    allowed[slice(vocab_size) if params.allowed_token_ids is None else list(params.allowed_token_ids)] = 1
-    allowed[[word[0] for word in request.bad_words if len(word) == 1]] = 0
-    allowed_words[:] = np.packbits(allowed, bitorder="little").view(np.int32)
-    bias_ids[: len(params.logit_bias)] = list(params.logit_bias)
-    bias[: len(params.logit_bias)] = np.array(list(params.logit_bias.values()), np.float32).view(np.int32)
-    words = bad_words.reshape(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
-    for index, word in enumerate(word for word in request.bad_words if len(word) > 1):
-        words[index, : -len(word)] = ANY_TOKEN
-        words[index, -len(word) :] = word
-    return packed
-
-
-def unpack_rules(packed: jax.Array, vocab_size: int) -> tuple[jax.Array, TokenRules]:
-    """The inverse of `pack_rules`, in a compiled program: the row, and its rules without the row dimension."""
-    allowed, bias_ids, bias, bad_words = jnp.split(
-        packed[1:], np.cumsum((_num_allowed_words(vocab_size), MAX_LOGIT_BIAS, MAX_LOGIT_BIAS))
-    )
-    return packed[0], TokenRules(
-        allowed=jax.lax.bitcast_convert_type(allowed, jnp.uint32),
-        bias_ids=bias_ids,
-        bias=jax.lax.bitcast_convert_type(bias, jnp.float32),
-        bad_words=bad_words.reshape(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
-    )
+    """Pack a request's rules for its row, as [1 + layout.size] int32: the row goes first."""
+    params = request.params
+    rules = rules_layout(vocab_size).pack(params.allowed_token_ids, params.logit_bias, request.bad_words)
+    return np.concatenate([np.array([row], np.int32), rules])

@@ -31,7 +31,7 @@ from jaxpage.runner.plan import (
     pack_forks,
     pack_rules,
     pack_step,
-    rules_size,
+    rules_layout,
 )
 from jaxpage.runner.programs import ProgramStore
 from jaxpage.runner.resolve import resolve_dtype, resolve_max_model_len, resolve_num_blocks
@@ -97,7 +97,7 @@ class Runner:
         self._state: BatchState = on_device(
             lambda: empty_state(
                 *(config.max_num_seqs, self.max_model_len, num_groups, config.block_size, MAX_STOP_TOKEN_IDS),
-                vocab_size=self.model_config.vocab_size,
+                rules_size=rules_layout(self.model_config.vocab_size).size,
             ),
             replicated,
         )
@@ -170,11 +170,8 @@ class Runner:
         self._fork = self._store.get(
             "fork", None, (kv_cache, state, forks), lambda: compile_fork(kv_cache, state, forks)
         )
-        vocab_size = self.model_config.vocab_size
-        rules = np.zeros(rules_size(vocab_size), np.int32)
-        self._set_rules = self._store.get(
-            "rules", None, (state, rules), lambda: compile_rules(vocab_size, state, rules)
-        )
+        rules = np.zeros(1 + rules_layout(self.model_config.vocab_size).size, np.int32)
+        self._set_rules = self._store.get("rules", None, (state, rules), lambda: compile_rules(state, rules))
         # Much of XLA's compiling is serial: two programs at a time take little longer than one.
         num_threads = min(os.cpu_count() or 1, _MAX_COMPILE_THREADS)
         prepare(first, num_threads)

@@ -9,8 +9,6 @@ import numpy as np
 
 from jaxpage.ops.attention import KVCache
 from jaxpage.ops.kv_spec import KVLayout
-from jaxpage.ops.processing import TokenRules
-from jaxpage.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +33,7 @@ class BatchState:
     presence_penalty: jax.Array  # [rows] float32
     frequency_penalty: jax.Array  # [rows] float32
     has_rules: jax.Array  # [rows] bool, whether `rules` holds what its request says
-    rules: TokenRules
+    rules: jax.Array  # [rows, size of `RulesLayout`] int32
 
     @property
     def num_rows(self) -> int:
@@ -43,7 +41,7 @@ class BatchState:
 
 
 def empty_state(
-    num_rows: int, max_model_len: int, num_groups: int, block_size: int, max_stop_token_ids: int, vocab_size: int
+    num_rows: int, max_model_len: int, num_groups: int, block_size: int, max_stop_token_ids: int, rules_size: int
 ) -> BatchState:
     """A batch without requests."""
 
@@ -71,12 +69,7 @@ def empty_state(
         presence_penalty=floats(),
         frequency_penalty=floats(),
         has_rules=jnp.zeros(num_rows, bool),
-        rules=TokenRules(
-            allowed=jnp.zeros((num_rows, -(-vocab_size // 32)), jnp.uint32),
-            bias_ids=jnp.zeros((num_rows, MAX_LOGIT_BIAS), jnp.int32),
-            bias=jnp.zeros((num_rows, MAX_LOGIT_BIAS), jnp.float32),
-            bad_words=jnp.zeros((num_rows, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), jnp.int32),
-        ),
+        rules=jnp.zeros((num_rows, rules_size), jnp.int32),
     )
 
 

@@ -24,8 +24,9 @@ from jaxpage.models.registry import model_for
 from jaxpage.ops.attention import AttentionMetadata, KVCache
 from jaxpage.ops.processing import ProcessingState
 from jaxpage.ops.sampling import SamplingState, TokenLogprobs, sample, token_logprobs
+from jaxpage.ops.token_rules import RulesLayout
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.plan import unpack_admission, unpack_forks, unpack_rules, unpack_step
+from jaxpage.runner.plan import rules_layout, unpack_admission, unpack_forks, unpack_step
 from jaxpage.runner.state import BatchState
 
 trace_counts: Counter[str] = Counter()
@@ -77,14 +78,12 @@ def compile_admit(capacity: int, state: Any, packed: Any) -> jax.stages.Compiled
     return jax.jit(admit, donate_argnums=(0,)).lower(state, packed).compile()
 
 
-def compile_rules(vocab_size: int, state: Any, packed: Any) -> jax.stages.Compiled:
+def compile_rules(state: Any, packed: Any) -> jax.stages.Compiled:
     """Compile `(state, packed rules) -> state`; state is donated."""
 
     def set_rules(state: BatchState, packed: jax.Array) -> BatchState:
         trace_counts["rules"] += 1
-        row, rules = unpack_rules(packed, vocab_size)
-        updated = jax.tree.map(lambda array, new: array.at[row].set(new), state.rules, rules)
-        return dataclasses.replace(state, rules=updated)
+        return dataclasses.replace(state, rules=state.rules.at[packed[0]].set(packed[1:]))
 
     return jax.jit(set_rules, donate_argnums=(0,)).lower(state, packed).compile()
 
@@ -126,7 +125,7 @@ def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCa
         return array.at[target].set(array[rows], mode="drop")
 
     copied = {
-        field.name: jax.tree.map(copy_rows, getattr(state, field.name))
+        field.name: copy_rows(getattr(state, field.name))
         for field in dataclasses.fields(state)
         if field.name != "block_tables"
     }
@@ -190,7 +189,7 @@ def _step(
     num_tokens = state.num_tokens[rows]
     draws = (plan.query_lens > 0) & (kv_lens == num_tokens)
     with jax.named_scope("sample"):
-        sampling, processing = _sampling_states(state, rows, draws)
+        sampling, processing = _sampling_states(state, rows, draws, rules_layout(config.model.vocab_size))
         drawn = sample(logits, sampling, processing)
 
     with jax.named_scope("logprobs"):
@@ -207,8 +206,13 @@ def _step(
     return kv_cache, updated, StepResult(jnp.where(draws, drawn, -1), logprobs)
 
 
-def _sampling_states(state: BatchState, rows: jax.Array, draws: jax.Array) -> tuple[SamplingState, ProcessingState]:
-    """The options of a step's rows; those that do not draw have none. rows: [rows] int32, draws: [rows] bool."""
+def _sampling_states(
+    state: BatchState, rows: jax.Array, draws: jax.Array, layout: RulesLayout
+) -> tuple[SamplingState, ProcessingState]:
+    """The options of a step's rows; those that do not draw have none.
+
+    rows: [rows] int32, draws: [rows] bool.
+    """
 
     def where_drawn(values: jax.Array, off: float) -> jax.Array:
         return jnp.where(draws, values[rows], off)
@@ -234,5 +238,6 @@ def _sampling_states(state: BatchState, rows: jax.Array, draws: jax.Array) -> tu
         has_rules=draws & state.has_rules[rows],
         token_ids=state.token_ids,
         rules=state.rules,
+        layout=layout,
     )
     return sampling, processing

@@ -11,11 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.ops.processing import ProcessingState, TokenRules
+from jaxpage.ops.processing import LAST_RESORT, ProcessingState
 from jaxpage.ops.sampling import SamplingState, exponential_noise
-from jaxpage.request import Request
-from jaxpage.runner.plan import pack_rules, unpack_rules
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.runner.plan import rules_layout
 
 NUM_STOPS = 4
 MAX_MODEL_LEN = 40
@@ -39,6 +37,8 @@ _DEFAULTS: dict[str, Any] = {
     "output": (),
     "position": None,  # of the draw, where it is not behind prompt and output
 }
+_PENALTIES = ("repetition", "presence", "frequency")
+_RULES = ("allowed_token_ids", "logit_bias", "bad_words")
 Row = dict[str, Any]
 
 
@@ -57,17 +57,17 @@ def reference_process(logits: np.ndarray, row: Row) -> np.ndarray:
         found[[token for token in range(len(found)) if token not in row["allowed_token_ids"]]] = -np.inf
     for token, bias in row["logit_bias"].items():
         found[token] += bias
-    if len(output) < row["min_tokens"]:
-        found[list(row["stop_token_ids"])] = -np.inf
     for token in {*prompt, *output}:
         found[token] *= 1 / row["repetition_penalty"] if found[token] > 0 else row["repetition_penalty"]
     for token in set(output):
         found[token] -= row["frequency_penalty"] * output.count(token) + row["presence_penalty"]
-    without = found.copy()
+    if len(output) < row["min_tokens"]:
+        stops = list(row["stop_token_ids"])
+        found[stops] = np.minimum(found[stops], LAST_RESORT)
     for *beginning, last in row["bad_words"]:
         if output[len(output) - len(beginning) :] == beginning:
-            without[last] = -np.inf
-    return without if np.any(without > -np.inf) else found
+            found[last] = min(found[last], LAST_RESORT if beginning else -np.inf)
+    return found
 
 
 def reference_support(processed: np.ndarray, row: Row, slack: float = 0.0) -> np.ndarray:
@@ -122,11 +122,14 @@ def device_states(rows: Sequence[Row], vocab_size: int) -> tuple[SamplingState, 
     for known, row in zip(token_ids, filled, strict=True):
         known[: len(row["prompt"]) + len(row["output"])] = [*row["prompt"], *row["output"]]
     stops = [[*row["stop_token_ids"], *[_UNUSED] * (NUM_STOPS - len(row["stop_token_ids"]))] for row in filled]
-    requests = [_request(row) for row in filled]
-    # Rows without rules have another one's.
-    some = next((request for request in requests if request.has_rules), requests[0])
-    others = _rules(some, vocab_size)
-    rules = [_rules(request, vocab_size) if request.has_rules else others for request in requests]
+    layout = rules_layout(vocab_size)
+    has_rules = [any(row[name] != _DEFAULTS[name] for name in _RULES) for row in filled]
+    packed = [
+        layout.pack(*(row[name] for name in _RULES)) if has else None
+        for row, has in zip(filled, has_rules, strict=True)
+    ]
+    left_over = next((rules for rules in packed if rules is not None), np.zeros(layout.size, np.int32))
+    rules = np.stack([left_over if own is None else own for own in packed])
     sampling = SamplingState(
         **{name: column(name, jnp.float32) for name in ("temperature", "top_p", "min_p")},
         top_k=jnp.array([min(max(row["top_k"], 0), _UNUSED) for row in filled], jnp.int32),
@@ -143,23 +146,9 @@ def device_states(rows: Sequence[Row], vocab_size: int) -> tuple[SamplingState, 
         min_tokens=column("min_tokens", jnp.int32),
         stop_token_ids=jnp.array(stops, jnp.int32),
         **{f"{name}_penalty": column(f"{name}_penalty", jnp.float32) for name in _PENALTIES},
-        has_rules=jnp.array([request.has_rules for request in requests]),
+        has_rules=jnp.array(has_rules),
         token_ids=jnp.asarray(token_ids[::-1], jnp.int32),
-        rules=jax.tree.map(lambda *arrays: jnp.asarray(np.stack(arrays[::-1])), *rules),
+        rules=jnp.asarray(rules[::-1]),
+        layout=layout,
     )
     return sampling, processing
-
-
-_PENALTIES = ("repetition", "presence", "frequency")
-
-
-def _rules(request: Request, vocab_size: int) -> TokenRules:
-    _, rules = unpack_rules(jnp.asarray(pack_rules(0, request, vocab_size)), vocab_size)
-    return jax.tree.map(np.asarray, rules)
-
-
-def _request(row: Row) -> Request:
-    """A request that has the row's rules."""
-    params = SamplingParams(logit_bias=row["logit_bias"], allowed_token_ids=row["allowed_token_ids"])
-    bad_words = [list(word) for word in row["bad_words"]]
-    return Request("r", list(row["prompt"]), params, 0, 16, frozenset(), bad_words=bad_words)

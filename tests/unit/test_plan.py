@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpage.ops.kv_spec import KVGroup, KVLayout, KVSpec
-from jaxpage.ops.processing import ANY_TOKEN
+from jaxpage.ops.token_rules import ANY_TOKEN
 from jaxpage.request import Request
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.plan import (
@@ -18,10 +18,9 @@ from jaxpage.runner.plan import (
     pack_forks,
     pack_rules,
     pack_step,
-    rules_size,
+    rules_layout,
     unpack_admission,
     unpack_forks,
-    unpack_rules,
     unpack_step,
 )
 from jaxpage.sampling_params import (
@@ -322,13 +321,13 @@ def rules_of(vocab_size: int, bad_words: list[list[int]] | None = None, **option
     """What arrives on the device, by field; `allowed` as the ids of the bits that are set."""
     params = SamplingParams(**options)  # type: ignore[arg-type]
     request = Request("r", [1], params, 0, 16, frozenset(), bad_words=bad_words or [])
-    packed = pack_rules(7, request, vocab_size)
-    assert (packed.dtype, packed.shape) == (np.int32, (rules_size(vocab_size),))
-    row, rules = unpack_rules(jax.numpy.asarray(packed), vocab_size)
-    assert int(row) == 7
-    bits = np.unpackbits(np.asarray(rules.allowed).view(np.uint8), bitorder="little")
-    fields = {name: np.asarray(getattr(rules, name)) for name in ("bias_ids", "bias", "bad_words")}
-    return fields | {"allowed": np.flatnonzero(bits)}
+    packed, layout = pack_rules(7, request, vocab_size), rules_layout(vocab_size)
+    assert (packed.dtype, packed.shape, packed[0]) == (np.int32, (1 + layout.size,), 7)
+    # Beside another row's, which must not be mixed with it.
+    rules = layout.unpack(jax.numpy.stack([packed[1:] * 0, packed[1:]]))
+    fields = {name: np.asarray(getattr(rules, name))[1] for name in ("allowed", "bias_ids", "bias", "bad_words")}
+    assert fields["allowed"].shape == (vocab_size,)
+    return fields | {"allowed": np.flatnonzero(fields["allowed"])}
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)

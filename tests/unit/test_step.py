@@ -25,9 +25,7 @@ Arrays = dict[str, np.ndarray]
 def arrays_of(kv_cache: KVCache, state: BatchState) -> Arrays:
     """Everything on the device, by name."""
     buffers = {f"buffer {i}": np.array(buffer) for i, buffer in enumerate(kv_cache.buffers)}
-    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name != "rules"}
-    fields |= {f"rules.{field.name}": getattr(state.rules, field.name) for field in dataclasses.fields(state.rules)}
-    return buffers | {name: np.array(array) for name, array in fields.items()}
+    return buffers | {field.name: np.array(getattr(state, field.name)) for field in dataclasses.fields(state)}
 
 
 def random_device_state() -> tuple[KVCache, BatchState]:
