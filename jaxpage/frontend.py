@@ -3,8 +3,10 @@
 In: a prompt and `SamplingParams`. Out: an `AddRequest` for the engine, and cumulative `RequestOutput`s as tokens come.
 """
 
+import operator
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -36,6 +38,7 @@ class OpenRequest:
         self._sequences = [_Sequence(index, message, tokenizer) for index in range(num_sequences)]
         self._by_id = dict(zip(self.sequence_ids, self._sequences, strict=True))
         self._num_cached_tokens = 0
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._arrival_time = time.time()
         self._first_token_time: float | None = None
 
@@ -61,6 +64,8 @@ class OpenRequest:
         self._first_token_time = self._first_token_time or time.time()
         if output.sequence_id == self.request_id:  # what the other sequences share with this one is no hit
             self._num_cached_tokens = self._num_cached_tokens or output.num_cached_tokens
+            if isinstance(output, wire.TokenOutput) and output.prompt_logprobs is not None:
+                self._prompt_logprobs = [None, *self._logprobs_in_prompt(output.prompt_logprobs)]
         if isinstance(output, wire.BeamOutput):
             self._sequences = [
                 _Sequence.found(index, self.message, self._tokenizer, beam)
@@ -86,7 +91,12 @@ class OpenRequest:
             finished,
             self._num_cached_tokens,
             RequestMetrics(self._arrival_time, self._first_token_time, time.time() if finished else None),
+            self._prompt_logprobs,
         )
+
+    def _logprobs_in_prompt(self, found: list[wire.TokenLogprobs]) -> Iterator[dict[int, Logprob]]:
+        for token_id, one in zip(self.message.prompt_token_ids[1:], found, strict=True):
+            yield _logprobs_at(token_id, one, self._tokenizer)
 
 
 class _Sequence:
@@ -127,7 +137,7 @@ class _Sequence:
         for position, token_id in enumerate(output.token_ids):
             self._token_ids.append(token_id)
             if output.logprobs is not None and self._logprobs is not None:
-                self._logprobs.append(self._logprobs_at(token_id, output.logprobs))
+                self._logprobs.append(_logprobs_at(token_id, output.logprobs, self._tokenizer))
                 self._cumulative_logprob = (self._cumulative_logprob or 0.0) + output.logprobs.logprob
             ends_here = reason == "stop" and position == len(output.token_ids) - 1
             # The token that ends the output is no part of its text.
@@ -165,11 +175,19 @@ class _Sequence:
             )
         return self._newest
 
-    def _logprobs_at(self, token_id: int, found: wire.TokenLogprobs) -> dict[int, Logprob]:
-        ranked = {alternative: (logprob, rank) for rank, (alternative, logprob) in enumerate(found.top, 1)}
-        ranked = {token_id: (found.logprob, found.rank)} | ranked
-        decode = self._tokenizer.decode
-        return {i: Logprob(logprob, rank, decode([i], False)) for i, (logprob, rank) in ranked.items()}
+
+def _logprobs_at(token_id: int, found: wire.TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """Log-probabilities by token: the token itself first, then the most probable ones in order."""
+    top = _ranked(found.vocabulary) if found.vocabulary else found.top
+    ranked = {alternative: (logprob, rank) for rank, (alternative, logprob) in enumerate(top, 1)}
+    ranked = {token_id: (found.logprob, found.rank)} | ranked
+    return {i: Logprob(logprob, rank, tokenizer.text_of(i)) for i, (logprob, rank) in ranked.items()}
+
+
+def _ranked(vocabulary: bytes) -> list[tuple[int, float]]:
+    """All tokens with their log-probabilities, the most probable first."""
+    row = array("f", vocabulary)
+    return sorted(enumerate(row), key=operator.itemgetter(1), reverse=True)
 
 
 class StopText:

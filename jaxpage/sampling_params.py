@@ -78,8 +78,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     n: int = 1
     """Sequences to generate for the prompt, at most `MAX_N`; several need a temperature. Sequence i has seed + i."""
     logprobs: int | None = None
-    """Report the log-probability of each generated token and of this many most probable ones, 0 to 20; None: neither.
-    They are of the model's own distribution, before any option changes it."""
+    """Report the log-probability of each generated token and of this many most probable ones, 0 to 20; -1: of the whole
+    vocabulary; None: of nothing. They are of the model's own distribution, before any option changes it."""
+    prompt_logprobs: int | None = None
+    """The same at each token of the prompt but the first, which is then computed whole, whatever is in the cache."""
     skip_reading_prefix_cache: bool = False
     """Compute the whole prompt, whatever is in the prefix cache."""
 
@@ -109,12 +111,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         _check("n", self.n, _is_int(self.n) and 1 <= self.n <= MAX_N, f"in [1, {MAX_N}]")
         _check("n", self.n, self.n == 1 or not self.greedy, "1 with temperature 0, as all sequences would be equal")
-        _check(
-            "logprobs",
-            self.logprobs,
-            self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
-            f"in [0, {MAX_LOGPROBS}], or None",
-        )
+        for field in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, field)
+            _check(
+                field,
+                value,
+                value is None or (_is_int(value) and -1 <= value <= MAX_LOGPROBS),
+                f"in [0, {MAX_LOGPROBS}], -1 for the whole vocabulary, or None",
+            )
         for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "skip_reading_prefix_cache"):
             _check_switch(field, getattr(self, field))
         _check_sequence("stop", self.stop)

@@ -58,7 +58,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one generated token, of the model's own distribution."""
+    """Log-probabilities at one token, of the model's own distribution."""
 
     logprob: float
     """Of the token itself."""
@@ -66,6 +66,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """How many tokens are more probable, plus one."""
     top: list[tuple[int, float]]
     """(token id, log-probability) of the most probable ones, in order."""
+    vocabulary: bytes = b""
+    """Of all tokens, as float32 in this machine's order of bytes, where all are asked for."""
 
 
 class TokenOutput(msgspec.Struct, frozen=True, tag="tokens", array_like=True):
@@ -78,6 +80,8 @@ class TokenOutput(msgspec.Struct, frozen=True, tag="tokens", array_like=True):
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed; in a request's first output."""
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """At the prompt's tokens from the second on, where they are asked for; in a request's first output."""
 
 
 class BeamSequence(msgspec.Struct, frozen=True, array_like=True):

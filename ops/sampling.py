@@ -142,23 +142,25 @@ class TokenLogprobs:
     top: jax.Array  # [rows, k] float32
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array, wanted: jax.Array, k: int) -> TokenLogprobs:
-    """Log-probabilities of the distribution before any option changes it, if any row has `wanted` >= 0.
+def logprobs_at(logits: jax.Array, tokens: jax.Array, k: int) -> TokenLogprobs:
+    """Log-probabilities of the distribution before any option changes it.
 
-    logits: [rows, vocab] float32; tokens, wanted: [rows] int32; k: alternatives to report, at most the vocabulary are.
+    logits: [rows, vocab] float32; tokens: [rows] int32; k: alternatives to report, at most the vocabulary are.
     """
-    rows, k = logits.shape[0], min(k, logits.shape[1])
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    token = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
+    rank = 1 + jnp.sum(logprobs > token, axis=-1).astype(jnp.int32)
+    top, top_ids = jax.lax.top_k(logprobs, min(k, logits.shape[1]))
+    return TokenLogprobs(token[:, 0], rank, top_ids.astype(jnp.int32), top)
 
-    def compute() -> TokenLogprobs:
-        logprobs = jax.nn.log_softmax(logits, axis=-1)
-        token = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
-        rank = 1 + jnp.sum(logprobs > token, axis=-1).astype(jnp.int32)
-        top, top_ids = jax.lax.top_k(logprobs, k)
-        return TokenLogprobs(token[:, 0], rank, top_ids.astype(jnp.int32), top)
+
+def token_logprobs(logits: jax.Array, tokens: jax.Array, wanted: jax.Array, k: int) -> TokenLogprobs:
+    """`logprobs_at`, if any row has `wanted` >= 0. wanted: [rows] int32."""
+    rows, k = logits.shape[0], min(k, logits.shape[1])
 
     def nothing() -> TokenLogprobs:
         return TokenLogprobs(
             jnp.zeros(rows), jnp.zeros(rows, jnp.int32), jnp.zeros((rows, k), jnp.int32), jnp.zeros((rows, k))
         )
 
-    return jax.lax.cond(jnp.any(wanted >= 0), compute, nothing)
+    return jax.lax.cond(jnp.any(wanted >= 0), lambda: logprobs_at(logits, tokens, k), nothing)

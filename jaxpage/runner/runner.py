@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -23,6 +24,7 @@ from jaxpage.models.packaged import cache_dir
 from jaxpage.models.params import load_params
 from jaxpage.models.registry import resolve_model
 from jaxpage.ops.attention import KVCache
+from jaxpage.request import Request
 from jaxpage.runner.buckets import Bucket, choose_bucket, first_buckets, make_buckets
 from jaxpage.runner.plan import (
     admission_size,
@@ -35,6 +37,7 @@ from jaxpage.runner.plan import (
 )
 from jaxpage.runner.programs import ProgramStore
 from jaxpage.runner.resolve import resolve_dtype, resolve_max_model_len, resolve_num_blocks
+from jaxpage.runner.scoring import Scorer, Scores, fetch_scores, host_logprobs
 from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
 from jaxpage.runner.step import (
     ProgramConfig,
@@ -46,7 +49,7 @@ from jaxpage.runner.step import (
     on_device,
 )
 from jaxpage.sampling_params import MAX_BEAM_CANDIDATES, MAX_STOP_TOKEN_IDS
-from jaxpage.scheduler import SchedulerOutput
+from jaxpage.scheduler import PromptLogprobs, SchedulerOutput
 from jaxpage.wire import TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -59,8 +62,11 @@ class DispatchedStep:
     """A step that runs on the device; its tokens are on their way to the host."""
 
     result: StepResult
-    num_logprobs: list[int]
-    """Per scheduled row, as the requests ask."""
+    requests: list[Request]
+    """Per scheduled row."""
+    wants_logprobs: bool
+    scores: Scores | None
+    """What a request asks for besides."""
 
 
 class Runner:
@@ -98,6 +104,7 @@ class Runner:
             lambda: empty_state(
                 *(config.max_num_seqs, self.max_model_len, num_groups, config.block_size, MAX_STOP_TOKEN_IDS),
                 rules_size=rules_layout(self.model_config.vocab_size).size,
+                hidden=jnp.zeros((config.max_num_batched_tokens, self.model_config.hidden_size), dtype),
             ),
             replicated,
         )
@@ -106,6 +113,7 @@ class Runner:
         self._capacities = _admission_capacities(self.max_model_len)
         folder = Path(config.compile_cache_dir) if config.compile_cache_dir else cache_dir() / "programs"
         self._store = ProgramStore(folder, devices[0])
+        self._scorer = Scorer(self._store, self._program_config)
         self._admit: dict[int, jax.stages.Compiled] = {}
         self._fork: jax.stages.Compiled | None = None
         self._set_rules: jax.stages.Compiled | None = None
@@ -119,7 +127,7 @@ class Runner:
         stats = self._store.stats
         return {
             "num_programs": stats.num_programs,
-            "num_programs_wanted": 2 + len(self._capacities) + len(self._buckets),
+            "num_programs_wanted": 2 + Scorer.num_programs + len(self._capacities) + len(self._buckets),
             "num_programs_loaded": stats.num_loaded,
             "compile_seconds": round(stats.seconds, 3),
         }
@@ -163,6 +171,7 @@ class Runner:
                 if self._closing.is_set():
                     return
                 compile_bucket(bucket)
+            self._scorer.warm_up(params, state.hidden)
 
         for capacity in self._capacities:
             compile_admission(capacity)
@@ -180,6 +189,7 @@ class Runner:
             self._background.start()
         else:
             prepare(rest, num_threads)
+            self._scorer.warm_up(params, state.hidden)
 
     def close(self) -> None:
         """Stop compiling in the background; waits for the program that is being compiled."""
@@ -204,30 +214,29 @@ class Runner:
         bucket = choose_bucket(ready, output.num_tokens, len(output.rows), max(output.query_lens))
         plan = pack_step(output, bucket, self.layout)
         self._kv_cache, self._state, result = self._steps[bucket](self._params, self._kv_cache, self._state, plan)
-        num_logprobs = [request.num_logprobs for request in output.requests]
-        for array in jax.tree.leaves(result if max(num_logprobs) >= 0 else result.tokens):
+        for array in jax.tree.leaves(result if output.wants_logprobs else result.tokens):
             array.copy_to_host_async()
-        return DispatchedStep(result, num_logprobs)
+        scores = self._scorer.dispatch(self._params, self._state.hidden, output)
+        return DispatchedStep(result, output.requests, output.wants_logprobs, scores)
 
-    def fetch(self, step: DispatchedStep) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Wait for a step's results, one per scheduled row: its token, -1 where its prompt goes on, and what it asked
-        for of log-probabilities.
+    def fetch(
+        self, step: DispatchedStep
+    ) -> tuple[list[int], list[TokenLogprobs | None], list[PromptLogprobs | None] | None]:
+        """Wait for a step's results, one per scheduled row: its token, -1 where its prompt goes on; what it asked for
+        of log-probabilities at the token; and at its prompt, None if no row did.
         """
-        num_rows = len(step.num_logprobs)
+        num_rows = len(step.requests)
         tokens: list[int] = np.asarray(step.result.tokens)[:num_rows].tolist()
-        if max(step.num_logprobs) < 0:
-            return tokens, [None] * num_rows
-        found = jax.tree.map(np.asarray, step.result.logprobs)
-        return tokens, [
-            TokenLogprobs(
-                float(found.token[row]),
-                int(found.rank[row]),
-                list(zip(found.top_ids[row, :wanted].tolist(), found.top[row, :wanted].tolist(), strict=True)),
-            )
-            if wanted >= 0
-            else None
-            for row, wanted in enumerate(step.num_logprobs)
-        ]
+        logprobs: list[TokenLogprobs | None] = [None] * num_rows
+        if step.wants_logprobs:
+            found = jax.tree.map(np.asarray, step.result.logprobs)
+            for row, wanted in enumerate(request.num_logprobs for request in step.requests):
+                if wanted >= 0:
+                    logprobs[row] = host_logprobs(found, row, wanted)
+        if step.scores is None:
+            return tokens, logprobs, None
+        prompts, logprobs = fetch_scores(step.scores, step.requests, logprobs)
+        return tokens, logprobs, prompts
 
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -14,7 +14,10 @@ from jaxpage.ops.kv_spec import KVLayout
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BatchState:
-    """The device-resident batch. Rows without a request hold left-overs that no plan names."""
+    """The device-resident batch: a row for every request, and what the last step leaves.
+
+    Rows without a request hold left-overs that no plan names.
+    """
 
     token_ids: jax.Array  # [rows, max_model_len] int32, prompt and output
     num_tokens: jax.Array  # [rows] int32, known tokens
@@ -34,6 +37,7 @@ class BatchState:
     frequency_penalty: jax.Array  # [rows] float32
     has_rules: jax.Array  # [rows] bool, whether `rules` holds what its request says
     rules: jax.Array  # [rows, size of `RulesLayout`] int32
+    hidden: jax.Array  # [most tokens of a step, embed], of the last step's tokens, as the output head takes them
 
     @property
     def num_rows(self) -> int:
@@ -41,9 +45,16 @@ class BatchState:
 
 
 def empty_state(
-    num_rows: int, max_model_len: int, num_groups: int, block_size: int, max_stop_token_ids: int, rules_size: int
+    num_rows: int,
+    max_model_len: int,
+    num_groups: int,
+    block_size: int,
+    max_stop_token_ids: int,
+    *,
+    rules_size: int,
+    hidden: jax.Array,
 ) -> BatchState:
-    """A batch without requests."""
+    """A batch without requests. `hidden` is taken as it is."""
 
     def ints() -> jax.Array:  # every field has an array of its own: all are donated
         return jnp.zeros(num_rows, jnp.int32)
@@ -70,6 +81,7 @@ def empty_state(
         frequency_penalty=floats(),
         has_rules=jnp.zeros(num_rows, bool),
         rules=jnp.zeros((num_rows, rules_size), jnp.int32),
+        hidden=hidden,
     )
 
 

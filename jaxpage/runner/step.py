@@ -4,6 +4,7 @@
     admit    one request in full -> its row of the batch
     rules    what an admitted request says of single tokens -> the same row
     step     a plan -> forward, sample, append, for every row it names
+    score    some tokens of the last step -> log-probabilities of what follows them; score_rows: of all the vocabulary
 
 All take the device state donated and give it back updated; nothing else crosses between host and device but the plans
 (in) and the sampled tokens (out).
@@ -23,7 +24,7 @@ from jaxpage.models.params import Params
 from jaxpage.models.registry import model_for
 from jaxpage.ops.attention import AttentionMetadata, KVCache
 from jaxpage.ops.processing import ProcessingState
-from jaxpage.ops.sampling import SamplingState, TokenLogprobs, sample, token_logprobs
+from jaxpage.ops.sampling import SamplingState, TokenLogprobs, logprobs_at, sample, token_logprobs
 from jaxpage.ops.token_rules import RulesLayout
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.plan import rules_layout, unpack_admission, unpack_forks, unpack_step
@@ -98,6 +99,35 @@ def compile_fork(kv_cache: Any, state: Any, packed: Any) -> jax.stages.Compiled:
     return jax.jit(fork, donate_argnums=(0, 1)).lower(kv_cache, state, packed).compile()
 
 
+def compile_score(config: ProgramConfig, params: Params, hidden: Any, packed: Any) -> jax.stages.Compiled:
+    """Compile `(params, hidden, packed) -> TokenLogprobs`.
+
+    hidden: [tokens, embed]. packed: [2, n] int32, whose hidden state is looked at and which token follows it.
+    """
+
+    def score(params: Params, hidden: jax.Array, packed: jax.Array) -> TokenLogprobs:
+        trace_counts["score"] += 1
+        index, following = packed
+        logits = model_for(config.model.architecture).logits(params, hidden[index], config.model)
+        return logprobs_at(logits, following, config.num_logprobs)
+
+    return jax.jit(score).lower(params, hidden, packed).compile()
+
+
+def compile_score_rows(config: ProgramConfig, params: Params, hidden: Any, packed: Any) -> jax.stages.Compiled:
+    """Compile `(params, hidden, packed) -> log-probabilities of the whole vocabulary, [n, vocab] float32`.
+
+    hidden: [tokens, embed]. packed: [n] int32, whose hidden state is looked at.
+    """
+
+    def score_rows(params: Params, hidden: jax.Array, packed: jax.Array) -> jax.Array:
+        trace_counts["score_rows"] += 1
+        logits = model_for(config.model.architecture).logits(params, hidden[packed], config.model)
+        return jax.nn.log_softmax(logits, axis=-1)
+
+    return jax.jit(score_rows).lower(params, hidden, packed).compile()
+
+
 def on_device(make: Callable[[], Any], sharding: jax.sharding.Sharding) -> Any:
     """Build a pytree of arrays right on its device, without a copy on the host."""
     return jax.jit(make, out_shardings=sharding)()
@@ -127,7 +157,7 @@ def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCa
     copied = {
         field.name: copy_rows(getattr(state, field.name))
         for field in dataclasses.fields(state)
-        if field.name != "block_tables"
+        if field.name not in ("block_tables", "hidden")
     }
     copied["block_tables"] = jax.vmap(copy_rows)(state.block_tables)
     last = copied["num_tokens"].at[target].get(mode="clip") - 1
@@ -202,6 +232,7 @@ def _step(
         token_ids=state.token_ids.at[jnp.where(draws, rows, state.num_rows), num_tokens].set(drawn, mode="drop"),
         num_tokens=state.num_tokens.at[plan.rows].add(draws.astype(jnp.int32), mode="drop"),
         num_computed_tokens=state.num_computed_tokens.at[plan.rows].add(plan.query_lens, mode="drop"),
+        hidden=state.hidden.at[: bucket.num_tokens].set(hidden),
     )
     return kv_cache, updated, StepResult(jnp.where(draws, drawn, -1), logprobs)
 
