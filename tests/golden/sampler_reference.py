@@ -91,16 +91,16 @@ def reference_support(processed: np.ndarray, row: Row, slack: float = 0.0) -> np
     return np.asarray(probabilities > 0)
 
 
-def reference_sample(logits: np.ndarray, row: Row) -> int:
-    """The token of one row: the first to arrive in the race that its noise decides."""
+def reference_scores(logits: np.ndarray, row: Row) -> np.ndarray:
+    """[vocab] float64, of which the largest is drawn: who is early in the race that the row's noise decides."""
     row = full(row)
     processed = reference_process(logits, row)
     if row["temperature"] == 0:
-        return int(processed.argmax())
+        return processed
     kept = np.where(reference_support(processed, row), processed, -np.inf)
     states, _ = device_states([row], len(logits))
     noise = np.asarray(exponential_noise(states.seed, states.position, len(logits)))[0].astype(np.float64)
-    return int(np.argmax((kept - kept.max()) / row["temperature"] - np.log(noise)))
+    return np.asarray((kept - kept.max()) / row["temperature"] - np.log(noise))
 
 
 def reference_logprobs(logits: np.ndarray) -> np.ndarray:
