@@ -24,7 +24,7 @@ from jaxpage.models.params import Params
 from jaxpage.models.registry import model_for
 from jaxpage.ops.attention import AttentionMetadata, KVCache
 from jaxpage.ops.processing import ProcessingState
-from jaxpage.ops.sampling import SamplingState, TokenLogprobs, logprobs_at, sample, token_logprobs
+from jaxpage.ops.sampling import SamplingState, TokenLogprobs, draw, logprobs_at, sample, token_logprobs
 from jaxpage.ops.token_rules import RulesLayout
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.plan import rules_layout, unpack_admission, unpack_forks, unpack_step
@@ -126,6 +126,11 @@ def compile_score_rows(config: ProgramConfig, params: Params, hidden: Any, packe
         return jax.nn.log_softmax(logits, axis=-1)
 
     return jax.jit(score_rows).lower(params, hidden, packed).compile()
+
+
+def compile_draw(logits: Any, sampling: Any) -> jax.stages.Compiled:
+    """Compile the sampler's draw by itself, `(logits, SamplingState) -> tokens`, to be measured."""
+    return jax.jit(draw).lower(logits, sampling).compile()
 
 
 def on_device(make: Callable[[], Any], sharding: jax.sharding.Sharding) -> Any:
