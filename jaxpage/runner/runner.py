@@ -171,7 +171,9 @@ class Runner:
                 if self._closing.is_set():
                     return
                 compile_bucket(bucket)
-            self._scorer.warm_up(params, state.hidden)
+            if not self._closing.is_set():
+                self._scorer.warm_up(params, state.hidden)
+                progress(self._store.stats.num_programs, total)
 
         for capacity in self._capacities:
             compile_admission(capacity)
@@ -190,6 +192,7 @@ class Runner:
         else:
             prepare(rest, num_threads)
             self._scorer.warm_up(params, state.hidden)
+            progress(self._store.stats.num_programs, total)
 
     def close(self) -> None:
         """Stop compiling in the background; waits for the program that is being compiled."""
