@@ -157,6 +157,16 @@ class AsyncEngine:
         assert self._tokenizer is not None, "start() comes first"
         return self._tokenizer.encode(text, add_special_tokens)
 
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        assert self._tokenizer is not None, "start() comes first"
+        return self._tokenizer.decode(token_ids, skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token that stands alone."""
+        assert self._tokenizer is not None, "start() comes first"
+        return self._tokenizer.text_of(token_id)
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpage import bench_host
+from jaxpage import bench_host, bench_sampler
 from jaxpage.llm import LLM
 from jaxpage.outputs import RequestOutput
 from jaxpage.sampling_params import SamplingParams
@@ -113,6 +113,7 @@ BENCHES: dict[str, Bench] = {
     "latency": Bench(latency, "time to first token and per token of a batch"),
     "startup": Bench(startup, "seconds to servable and to the first token, on an empty and on a full program cache"),
     "prefix": Bench(prefix, "time to first token of a new prompt and of a cached one", 5, 1000, 4),
+    "sampler": Bench(bench_sampler.sampler, "what options of sampling cost a batch, and filters alone", 32, 64, 64),
     "scheduler": Bench(bench_host.scheduler, "host milliseconds per step, without a model", 256, 128, 256),
     "loop": Bench(
         bench_host.loop,

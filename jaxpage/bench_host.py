@@ -97,11 +97,11 @@ class SimulatedDevice:
         self._queue.put(done)
         return tokens, done
 
-    def fetch(self, step: tuple[list[int], threading.Event]) -> tuple[list[int], list[None]]:
+    def fetch(self, step: tuple[list[int], threading.Event]) -> tuple[list[int], list[None], None]:
         """Wait until the device is done with the step."""
         tokens, done = step
         done.wait()
-        return tokens, [None] * len(tokens)
+        return tokens, [None] * len(tokens), None
 
     def close(self) -> None:
         """End the thread."""

@@ -141,7 +141,9 @@ class EngineCore:
                 arrival=self._num_arrived,
                 index=index,
                 priority=message.priority,
-                num_logprobs=-1 if message.params.logprobs is None else message.params.logprobs,
+                num_logprobs=-1 if message.params.logprobs is None else max(message.params.logprobs, 0),
+                num_prompt_logprobs=None if index else message.params.prompt_logprobs,
+                bad_words=message.bad_words,
                 extra_keys=None if message.cache_salt is None else ExtraKeys(cache_salt=message.cache_salt),
             )
             for index in range(width)

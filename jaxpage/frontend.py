@@ -3,8 +3,10 @@
 In: a prompt and `SamplingParams`. Out: an `AddRequest` for the engine, and cumulative `RequestOutput`s as tokens come.
 """
 
+import operator
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -12,7 +14,14 @@ import msgspec
 from jaxpage import wire
 from jaxpage.errors import RequestError
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from jaxpage.sampling_params import MAX_BEAM_CANDIDATES, MAX_STOP_TOKEN_IDS, BeamSearchParams, SamplingParams
+from jaxpage.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BEAM_CANDIDATES,
+    MAX_STOP_TOKEN_IDS,
+    BeamSearchParams,
+    SamplingParams,
+)
 from jaxpage.tokenizer import IncrementalDecoder, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -40,6 +49,7 @@ class OpenRequest:
         self._sequences = [_Sequence(index, message, tokenizer) for index in range(num_sequences)]
         self._by_id = dict(zip(self.sequence_ids, self._sequences, strict=True))
         self._num_cached_tokens = 0
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._arrival_time = time.time()
         self._scheduled_time: float | None = None
         self._first_token_time: float | None = None
@@ -92,6 +102,8 @@ class OpenRequest:
         self._first_token_time = self._first_token_time or time.time()
         if output.sequence_id == self.request_id:  # what the other sequences share with this one is no hit
             self._num_cached_tokens = self._num_cached_tokens or output.num_cached_tokens
+            if isinstance(output, wire.TokenOutput) and output.prompt_logprobs is not None:
+                self._prompt_logprobs = [None, *self._logprobs_in_prompt(output.prompt_logprobs)]
         if isinstance(output, wire.BeamOutput):
             self._sequences = [
                 _Sequence.found(index, self.message, self._tokenizer, beam)
@@ -119,7 +131,12 @@ class OpenRequest:
             finished,
             self._num_cached_tokens,
             self.metrics,
+            self._prompt_logprobs,
         )
+
+    def _logprobs_in_prompt(self, found: list[wire.TokenLogprobs]) -> Iterator[dict[int, Logprob]]:
+        for token_id, one in zip(self.message.prompt_token_ids[1:], found, strict=True):
+            yield _logprobs_at(token_id, one, self._tokenizer)
 
 
 class _Sequence:
@@ -160,7 +177,7 @@ class _Sequence:
         for position, token_id in enumerate(output.token_ids):
             self._token_ids.append(token_id)
             if output.logprobs is not None and self._logprobs is not None:
-                self._logprobs.append(self._logprobs_at(token_id, output.logprobs))
+                self._logprobs.append(_logprobs_at(token_id, output.logprobs, self._tokenizer))
                 self._cumulative_logprob = (self._cumulative_logprob or 0.0) + output.logprobs.logprob
             ends_here = reason == "stop" and position == len(output.token_ids) - 1
             # The token that ends the output is no part of its text.
@@ -202,11 +219,19 @@ class _Sequence:
             )
         return self._newest
 
-    def _logprobs_at(self, token_id: int, found: wire.TokenLogprobs) -> dict[int, Logprob]:
-        ranked = {alternative: (logprob, rank) for rank, (alternative, logprob) in enumerate(found.top, 1)}
-        ranked = {token_id: (found.logprob, found.rank)} | ranked
-        decode = self._tokenizer.decode
-        return {i: Logprob(logprob, rank, decode([i], False)) for i, (logprob, rank) in ranked.items()}
+
+def _logprobs_at(token_id: int, found: wire.TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """Log-probabilities by token: the token itself first, then the most probable ones in order."""
+    top = _ranked(found.vocabulary) if found.vocabulary else found.top
+    ranked = {alternative: (logprob, rank) for rank, (alternative, logprob) in enumerate(top, 1)}
+    ranked = {token_id: (found.logprob, found.rank)} | ranked
+    return {i: Logprob(logprob, rank, tokenizer.text_of(i)) for i, (logprob, rank) in ranked.items()}
+
+
+def _ranked(vocabulary: bytes) -> list[tuple[int, float]]:
+    """All tokens with their log-probabilities, the most probable first."""
+    row = array("f", vocabulary)
+    return sorted(enumerate(row), key=operator.itemgetter(1), reverse=True)
 
 
 class StopText:
@@ -299,6 +324,9 @@ def open_request(
             "prompt",
         )
     _check_stop_token_ids(params, limits)
+    bad_words = [] if isinstance(params, BeamSearchParams) else _bad_word_ids(params, tokenizer)
+    if isinstance(params, SamplingParams):
+        _check_token_rules(params, bad_words, limits)
     beam = params if isinstance(params, BeamSearchParams) else None
     if beam is not None:
         beam = _fit_beams(beam, len(token_ids), room, limits)
@@ -319,7 +347,7 @@ def open_request(
         )
     if params.seed is not None and params.seed != -1:
         seed = params.seed
-    message = wire.AddRequest(request_id, token_ids, params, seed, max_tokens, priority, cache_salt, beam)
+    message = wire.AddRequest(request_id, token_ids, params, seed, max_tokens, priority, cache_salt, beam, bad_words)
     return OpenRequest(message, text, tokenizer)
 
 
@@ -340,6 +368,47 @@ def _check_stop_token_ids(params: SamplingParams | BeamSearchParams, limits: wir
             f"beam_width is {params.beam_width}, and with {num_stops} ending tokens it must be at most "
             f"{MAX_BEAM_CANDIDATES - num_stops}: lower it, or give fewer stop_token_ids",
             "beam_width",
+        )
+
+
+def _bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> list[list[int]]:
+    """Token sequences of `bad_words`, each as it stands within a word and, behind a space, at the start of one."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        for text in (word, " " + word.lstrip()):
+            token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if len(token_ids) > MAX_BAD_WORD_TOKENS:
+                raise RequestError(
+                    f"bad_words holds {word!r} of {len(token_ids)} tokens, and {MAX_BAD_WORD_TOKENS} is the most: "
+                    "forbid a part of it",
+                    "bad_words",
+                )
+            if token_ids:
+                found[token_ids] = None
+    if (num_words := sum(len(token_ids) > 1 for token_ids in found)) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words are {num_words} sequences of several tokens, and {MAX_BAD_WORDS} fit: give fewer", "bad_words"
+        )
+    return [list(token_ids) for token_ids in found]
+
+
+def _check_token_rules(params: SamplingParams, bad_words: Sequence[Sequence[int]], limits: wire.Ready) -> None:
+    """All ids are in the vocabulary, and masks leave a token to draw from the first step on."""
+    for name, token_ids in (
+        ("logit_bias", params.logit_bias),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+    ):
+        for token_id in token_ids:
+            if token_id >= limits.vocab_size:
+                raise RequestError(f"{name} holds {token_id}, and token ids are below {limits.vocab_size}", name)
+    forbidden = {token_ids[0] for token_ids in bad_words if len(token_ids) == 1}
+    if params.min_tokens:
+        forbidden |= {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)}
+    allowed = params.allowed_token_ids
+    if (len(forbidden) >= limits.vocab_size) if allowed is None else forbidden.issuperset(allowed):
+        name = "bad_words" if allowed is None else "allowed_token_ids"
+        raise RequestError(
+            f"{name} leaves no token to generate: all are stop tokens before min_tokens, or bad words", name
         )
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from jaxpage.scheduler import Scheduler, SchedulerOutput
+from jaxpage.scheduler import PromptLogprobs, Scheduler, SchedulerOutput
 from jaxpage.wire import BeamOutput, TokenLogprobs, TokenOutput
 
 Outputs = list[TokenOutput | BeamOutput]
@@ -25,7 +25,9 @@ class Device(Protocol):
     def dispatch(self, output: SchedulerOutput) -> Any:
         """Send a step off and return at once, with what `fetch` takes."""
 
-    def fetch(self, step: Any) -> tuple[Sequence[int], Sequence[TokenLogprobs | None]]:
+    def fetch(
+        self, step: Any
+    ) -> tuple[Sequence[int], Sequence[TokenLogprobs | None], Sequence[PromptLogprobs | None] | None]:
         """Wait for a step's results: one per scheduled request."""
 
 

@@ -94,3 +94,6 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache."""
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=0.0))
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Per token of the prompt, where asked for: as in `CompletionOutput.logprobs`, and None for the first token. They
+    come with the first generated token."""

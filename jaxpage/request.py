@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxpage.kv_cache.hashing import BlockKey, ExtraKeys, block_keys
 from jaxpage.sampling_params import SamplingParams
+from jaxpage.wire import TokenLogprobs
 
 if TYPE_CHECKING:
     from jaxpage.beam_group import BeamGroup
@@ -41,6 +42,12 @@ class Request:
     """Lower goes first, where the policy looks at it."""
     num_logprobs: int = -1
     """Most probable tokens whose log-probabilities each step reports, the drawn one's besides; -1 for none of it."""
+    num_prompt_logprobs: int | None = None
+    """The same at the tokens of its prompt, -1 for the whole vocabulary; None for none of it."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """At the prompt's tokens from the second on, as far as they are known."""
+    bad_words: list[list[int]] = field(default_factory=list)
+    """Token sequences that it must not generate."""
     extra_keys: ExtraKeys | None = None
     """What its KV depends on besides tokens."""
     prefix: "Request | None" = None
@@ -84,7 +91,23 @@ class Request:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        return not self.params.skip_reading_prefix_cache
+        """Whether it may start from KV that others have computed: not if every position's logits are asked for."""
+        return not self.params.skip_reading_prefix_cache and self.params.prompt_logprobs is None
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether it says something of single tokens."""
+        return bool(self.bad_words or self.params.logit_bias) or self.params.allowed_token_ids is not None
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether it asks for log-probabilities that steps do not report."""
+        return self.num_prompt_logprobs is not None or self.params.logprobs == -1
+
+    def add_prompt_logprobs(self, first: int, found: list[TokenLogprobs]) -> None:
+        """Take in log-probabilities, the first behind position `first`. After preemption, known ones come again."""
+        assert first <= len(self.prompt_logprobs), "chunks of a prompt come in order"
+        self.prompt_logprobs += found[len(self.prompt_logprobs) - first :]
 
     @property
     def is_finished(self) -> bool:

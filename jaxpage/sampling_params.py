@@ -1,6 +1,7 @@
 """What a request may ask of the sampler, or of beam search. In: keyword options. Out: a checked, immutable struct."""
 
 import sys
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -13,6 +14,16 @@ MAX_N = 128
 """Sequences that one request may ask for."""
 MAX_LOGPROBS = 20
 """Alternatives that a request may ask for at each token."""
+MAX_LOGIT_BIAS = 512
+"""Tokens that one request may bias."""
+MAX_BAD_WORDS = 256
+"""Forbidden sequences of several tokens that one request may have; `bad_words` give up to two each."""
+MAX_BAD_WORD_TOKENS = 16
+"""Tokens of the longest of them."""
+LOGIT_BIAS_RANGE = 100.0
+"""A bias beyond it, on either side, is lowered to it: it already bans a token or forces it."""
+MAX_REPETITION_PENALTY = 1000.0
+"""Bound of the factor, and of its inverse, on the logit of a repeated token: beyond it, a logit might overflow."""
 MAX_BEAM_CANDIDATES = 32
 """Alternatives that a step can report per row: what a beam search needs, its width and one per ending token."""
 MAX_BEAM_WIDTH = 16
@@ -35,6 +46,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Keep the k most probable tokens; 0 or -1 is off, more than the vocabulary is off."""
     min_p: float = 0.0
     """Drop tokens below this fraction of the most probable one; in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens in the prompt or the output that are positive, multiplies others; 1 is off."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens in the output; in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Taken off the logits of tokens in the output as often as they are there; in [-2, 2]."""
+    logit_bias: Mapping[int, float] = {}
+    """Added to the logits of these token ids; beyond 100 on either side it counts as 100."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may be generated; None: all."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that are not generated, at the start of a word or within one: the last token of such a text is forbidden
+    where the output ends with the tokens before it. Other tokens that spell the same text are not."""
     seed: int | None = None
     """Any int64 but -1: the same tokens whatever shares the batch. None or -1: a fresh seed per request."""
     max_tokens: int | None = 16
@@ -54,8 +78,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     n: int = 1
     """Sequences to generate for the prompt, at most `MAX_N`; several need a temperature. Sequence i has seed + i."""
     logprobs: int | None = None
-    """Report the log-probability of each generated token and of this many most probable ones, 0 to 20; None: neither.
-    They are of the model's own distribution, before any option changes it."""
+    """Report the log-probability of each generated token and of this many most probable ones, 0 to 20; -1: of the whole
+    vocabulary; None: of nothing. They are of the model's own distribution, before any option changes it."""
+    prompt_logprobs: int | None = None
+    """The same at each token of the prompt but the first, which is then computed whole, whatever is in the cache."""
     skip_reading_prefix_cache: bool = False
     """Compute the whole prompt, whatever is in the prefix cache."""
 
@@ -85,21 +111,59 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         _check("n", self.n, _is_int(self.n) and 1 <= self.n <= MAX_N, f"in [1, {MAX_N}]")
         _check("n", self.n, self.n == 1 or not self.greedy, "1 with temperature 0, as all sequences would be equal")
-        _check(
-            "logprobs",
-            self.logprobs,
-            self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
-            f"in [0, {MAX_LOGPROBS}], or None",
-        )
+        for field in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, field)
+            _check(
+                field,
+                value,
+                value is None or (_is_int(value) and -1 <= value <= MAX_LOGPROBS),
+                f"in [0, {MAX_LOGPROBS}], -1 for the whole vocabulary, or None",
+            )
         for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "skip_reading_prefix_cache"):
             _check_switch(field, getattr(self, field))
         _check_sequence("stop", self.stop)
         for text in self.stop:
             _check("stop", text, isinstance(text, str) and text != "", "non-empty strings")
         _check_stop_token_ids(self.stop_token_ids)
+        self._check_penalties()
+        self._check_token_rules()
         # Frozen is for callers: sequences become tuples here, once, so that a list may be given.
-        msgspec.structs.force_setattr(self, "stop", tuple(self.stop))
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for field in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            if (value := getattr(self, field)) is not None:
+                msgspec.structs.force_setattr(self, field, tuple(value))
+        limit = LOGIT_BIAS_RANGE
+        clamped = {token_id: min(max(float(bias), -limit), limit) for token_id, bias in self.logit_bias.items()}
+        msgspec.structs.force_setattr(self, "logit_bias", clamped)
+
+    def _check_penalties(self) -> None:
+        for field in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, field)
+            _check(field, value, _is_number(value) and -2 <= value <= 2, "in [-2, 2]")
+        penalty, limit = self.repetition_penalty, MAX_REPETITION_PENALTY
+        allowed = f"above 0, in [{1 / limit:g}, {limit:g}]"
+        _check("repetition_penalty", penalty, _is_number(penalty) and 1 / limit <= penalty <= limit, allowed)
+
+    def _check_token_rules(self) -> None:
+        field = "logit_bias"
+        _check(field, self.logit_bias, isinstance(self.logit_bias, Mapping), "a mapping of token ids to numbers")
+        _check(
+            field, f"{len(self.logit_bias)} ids", len(self.logit_bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS}"
+        )
+        for token_id, bias in self.logit_bias.items():
+            _check(field, token_id, _is_int(token_id) and token_id >= 0, "a mapping whose keys are token ids >= 0")
+            _check(field, bias, _is_number(bias), f"a mapping whose values are numbers (as that of {token_id})")
+        if self.allowed_token_ids is not None:
+            field = "allowed_token_ids"
+            _check_sequence(field, self.allowed_token_ids)
+            _check(field, self.allowed_token_ids, len(self.allowed_token_ids) > 0, "one id or more, or None for all")
+            for token_id in self.allowed_token_ids:
+                _check(field, token_id, _is_int(token_id) and token_id >= 0, "token ids >= 0")
+        _check_sequence("bad_words", self.bad_words)
+        for word in self.bad_words:
+            _check("bad_words", word, isinstance(word, str) and word.strip() != "", "texts that are not blank")
+
+    def __hash__(self) -> int:
+        return hash(tuple(getattr(self, name) for name in self.__struct_fields__ if name != "logit_bias"))
 
     @property
     def greedy(self) -> bool:

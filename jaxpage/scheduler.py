@@ -38,6 +38,15 @@ class RowFork:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a piece of a prompt."""
+
+    first: int
+    """The position behind which they begin."""
+    logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step: what changed since the last one, and how many tokens each row computes.
 
@@ -156,7 +165,11 @@ class Scheduler:
         )
 
     def update(
-        self, output: SchedulerOutput, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None
+        self,
+        output: SchedulerOutput,
+        sampled: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None] | None = None,
+        prompt_logprobs: Sequence[PromptLogprobs | None] | None = None,
     ) -> list[TokenOutput | BeamOutput]:
         """Take in the results of a step: `sampled[i]` belongs to `output.requests[i]`, -1 where its prompt goes on.
 
@@ -165,6 +178,8 @@ class Scheduler:
         outputs: list[TokenOutput | BeamOutput] = []
         block_size = self.kv_cache.block_size
         for index, (request, token_id) in enumerate(zip(output.requests, sampled, strict=True)):
+            if prompt_logprobs is not None and (piece := prompt_logprobs[index]) is not None:
+                request.add_prompt_logprobs(piece.first, piece.logprobs)
             if token_id < 0 or request.status is RequestStatus.FINISHED:
                 continue  # its prompt goes on, or the step was dispatched before its end was known
             found = logprobs[index] if logprobs is not None else None
@@ -175,7 +190,10 @@ class Scheduler:
                 continue
             if request.forks:
                 self._release_forks(request)
-            num_cached = (0 if request.num_output_tokens else request.num_cached_tokens) or 0
+            num_cached, of_prompt = 0, None
+            if not request.num_output_tokens:
+                num_cached = request.num_cached_tokens or 0
+                of_prompt = None if request.num_prompt_logprobs is None else request.prompt_logprobs
             request.num_in_flight -= 1
             finish_reason, stop_token_id = request.append(token_id)
             if finish_reason is not None:
@@ -183,7 +201,9 @@ class Scheduler:
                 self._finish(request)
             elif len(request.token_ids) % block_size == 0 and request.num_computed_tokens >= len(request.token_ids):
                 self._publish(request)
-            outputs.append(TokenOutput(request.request_id, [token_id], finish_reason, stop_token_id, num_cached, found))
+            outputs.append(
+                TokenOutput(request.request_id, [token_id], finish_reason, stop_token_id, num_cached, found, of_prompt)
+            )
         return outputs
 
     def _schedule_running(self, step: "_Step") -> bool:

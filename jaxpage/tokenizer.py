@@ -46,6 +46,7 @@ class Tokenizer:
         ends = [*(() if own_eos is None else (own_eos,)), *extra_eos_token_ids]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
         """Every token that ends an answer, the tokenizer's own first."""
+        self._texts: dict[int, str] = {}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         """Tokens that have a text; a model's logits may be padded beyond them."""
 
@@ -87,6 +88,12 @@ class Tokenizer:
         if run:
             pieces.append(run.decode("utf-8", "replace"))
         text: str = self._backend.decoder.decode(pieces)
+        return text
+
+    def text_of(self, token_id: int) -> str:
+        """Text of a token that stands alone, special ones included; kept, as whole vocabularies may be asked for."""
+        if (text := self._texts.get(token_id)) is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def visible_ids(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> list[int]:

@@ -27,6 +27,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", array_like=True):
     cache_salt: str | None = None
     beam: BeamSearchParams | None = None
     """A beam search; `params` then says nothing but how long."""
+    bad_words: list[list[int]] = msgspec.field(default_factory=list)
+    """Token sequences that must not be generated: what `params.bad_words` are to the tokenizer."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort", array_like=True):
@@ -57,7 +59,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one generated token, of the model's own distribution."""
+    """Log-probabilities at one token, of the model's own distribution."""
 
     logprob: float
     """Of the token itself."""
@@ -65,6 +67,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """How many tokens are more probable, plus one."""
     top: list[tuple[int, float]]
     """(token id, log-probability) of the most probable ones, in order."""
+    vocabulary: bytes = b""
+    """Of all tokens, as float32 in this machine's order of bytes, where all are asked for."""
 
 
 class TokenOutput(msgspec.Struct, frozen=True, tag="tokens", array_like=True):
@@ -77,6 +81,8 @@ class TokenOutput(msgspec.Struct, frozen=True, tag="tokens", array_like=True):
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed; in a request's first output."""
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """At the prompt's tokens from the second on, where they are asked for; in a request's first output."""
 
 
 class BeamSequence(msgspec.Struct, frozen=True, array_like=True):

@@ -1,8 +1,9 @@
 """The one sampler: every option is an array with a value per row, so one compiled program serves every request.
 
-Order: minimum-length mask, temperature, min-p, top-k, top-p, draw. Rows with temperature 0 take the argmax. A draw
-adds Gumbel noise that depends on (seed, position) alone: the same request gives the same tokens whatever shares its
-batch, in whatever row, and after preemption.
+Order: what `processing` makes of the logits, temperature, min-p, top-k, top-p, draw. Rows with temperature 0 take the
+argmax. A draw is a race: token i arrives after E_i / p_i, where E_i is exponential noise that depends on (seed,
+position, i) alone, and the first one wins, which is i with probability p_i (the Gumbel trick without its logarithms).
+The same request gives the same tokens whatever shares its batch, in whatever row, and after preemption.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+
+from jaxpage.ops.processing import ProcessingState, process
 
 
 @jax.tree_util.register_dataclass
@@ -23,29 +26,109 @@ class SamplingState:
     min_p: jax.Array  # [rows] float32, 0 is off
     seed: jax.Array  # [rows, 2] uint32, halves of the 64-bit seed
     position: jax.Array  # [rows] int32, of the token to be drawn
-    min_position: jax.Array  # [rows] int32, stop tokens are masked before this position
-    stop_token_ids: jax.Array  # [rows, stops] int32, vocab size or more where unused
 
 
-def sample(logits: jax.Array, state: SamplingState) -> jax.Array:
+def sample(logits: jax.Array, state: SamplingState, processing: ProcessingState) -> jax.Array:
     """Draw one token per row.
 
     logits: [rows, vocab] float32, finite. Returns [rows] int32.
     """
-    logits = _mask_stop_tokens(logits, state)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    def draw() -> jax.Array:
-        scaled = logits / jnp.where(state.temperature > 0, state.temperature, 1)[:, None]
-        filtered = jax.lax.cond(
-            jnp.any((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)),
-            lambda: _filter(scaled, state),
-            lambda: scaled,
+    def greedy(processed: jax.Array) -> jax.Array:
+        return jnp.argmax(processed, axis=-1).astype(jnp.int32)
+
+    def some_random(processed: jax.Array) -> jax.Array:
+        return jnp.where(state.temperature > 0, draw(processed, state), greedy(processed))
+
+    def choose() -> jax.Array:
+        processed = jax.lax.cond(processing.is_needed, lambda: process(logits, processing), lambda: logits)
+        return jax.lax.cond(jnp.any(state.temperature > 0), some_random, greedy, processed)
+
+    # Most steps are greedy and plain: they take the argmax and copy nothing.
+    plain = ~processing.is_needed & ~jnp.any(state.temperature > 0)
+    return jax.lax.cond(plain, lambda: greedy(logits), choose)
+
+
+def draw(logits: jax.Array, state: SamplingState) -> jax.Array:
+    """A token per row at its temperature, where that is not 0. logits: [rows, vocab], -inf for what is masked."""
+    temperature = jnp.where(state.temperature > 0, state.temperature, 1)[:, None]
+    # The largest logit goes first: the best token has probability 1 exactly, however small the temperature.
+    probabilities = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature)
+    probabilities = jax.lax.cond(
+        jnp.any((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)),
+        lambda: filter_probabilities(probabilities, state),
+        lambda: probabilities,
+    )
+    noise = exponential_noise(state.seed, state.position, logits.shape[1])
+    # The barrier keeps XLA from computing the noise inside of the argmax, where it is not vectorized on a CPU.
+    return jnp.argmax(jax.lax.optimization_barrier(probabilities / noise), axis=-1).astype(jnp.int32)
+
+
+def exponential_noise(seed: jax.Array, position: jax.Array, count: int) -> jax.Array:
+    """Exponential noise (rate 1) that is a function of (seed, position, index) alone, as [rows, count] float32.
+
+    seed: [rows, 2] uint32, position: [rows] int32. All are mixed by the 32-bit hash with the least
+    known bias (github.com/skeeto/hash-prospector): a tenth of the work that Threefry is over a whole vocabulary.
+    """
+
+    def mix(bits: jax.Array) -> jax.Array:
+        bits = (bits ^ (bits >> 16)) * jnp.uint32(0x21F0AAAD)
+        bits = (bits ^ (bits >> 15)) * jnp.uint32(0xD35A2D97)
+        return bits ^ (bits >> 15)
+
+    def key(position: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        return mix(second ^ mix(first ^ mix(position)))
+
+    position, high, low = position.astype(jnp.uint32)[:, None], seed[:, :1], seed[:, 1:]
+    keys = key(position + jnp.uint32(0x9E3779B9), high, low), key(position + jnp.uint32(0x85EBCA6B), low, high)
+    bits = mix(mix(jax.lax.iota(jnp.uint32, count) ^ keys[0]) ^ keys[1])
+    # In (0, 1), and finest near 0: noise may be as small as the probability of a rare token that it lets win.
+    uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    return -jnp.log1p(-uniform)
+
+
+def filter_probabilities(probabilities: jax.Array, state: SamplingState) -> jax.Array:
+    """Set what min-p, then top-k, then top-p exclude to 0. Ties with the last one that is kept are kept.
+
+    probabilities: [rows, vocab] float32, relative to the most probable token, which has 1.
+    """
+    num_rows, vocab_size = probabilities.shape
+    probabilities = jnp.where(probabilities >= state.min_p[:, None], probabilities, 0)
+
+    def find_k() -> jax.Array:
+        k = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, vocab_size), vocab_size).astype(jnp.float32)
+        return _largest_threshold(probabilities, lambda keep: jnp.sum(keep.astype(jnp.float32), axis=-1) >= k)
+
+    kept_by_k = jax.lax.cond(jnp.any(state.top_k > 0), find_k, lambda: jnp.zeros(num_rows))
+    probabilities = jnp.where(probabilities >= kept_by_k[:, None], probabilities, 0)
+
+    def find_p() -> jax.Array:
+        wanted = state.top_p * jnp.sum(probabilities, axis=-1)
+        found = _largest_threshold(
+            probabilities, lambda keep: jnp.sum(jnp.where(keep, probabilities, 0), axis=-1) >= wanted
         )
-        return jnp.argmax(filtered + _gumbel(state, logits.shape[1]), axis=-1).astype(jnp.int32)
+        return jnp.where(state.top_p < 1, found, 0)
 
-    drawn = jax.lax.cond(jnp.any(state.temperature > 0), draw, lambda: greedy)
-    return jnp.where(state.temperature > 0, drawn, greedy)
+    kept_by_p = jax.lax.cond(jnp.any(state.top_p < 1), find_p, lambda: jnp.zeros(num_rows))
+    return jnp.where(probabilities >= kept_by_p[:, None], probabilities, 0)
+
+
+def _largest_threshold(probabilities: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The largest t in [0, 1] for which `enough(probabilities >= t)` holds, per row; 0 where it never does.
+
+    probabilities: [rows, vocab] float32 in [0, 1]. No sort: t is built from its highest bit down, as floats that are
+    not negative stand in the order of their bit patterns. Exact after 30 rounds.
+    """
+
+    def value_of(bits: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+    def try_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
+        candidate = threshold | (1 << (29 - i))
+        return jnp.where(enough(probabilities >= value_of(candidate)[:, None]), candidate, threshold)
+
+    found = value_of(jax.lax.fori_loop(0, 30, try_bit, jnp.zeros(probabilities.shape[0], jnp.int32)))
+    return jnp.minimum(found, 1)  # where nothing is wanted, as a top-p that is 0 in float32
 
 
 @jax.tree_util.register_dataclass
@@ -59,81 +142,25 @@ class TokenLogprobs:
     top: jax.Array  # [rows, k] float32
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array, wanted: jax.Array, k: int) -> TokenLogprobs:
-    """Log-probabilities of the distribution before any option changes it, if any row has `wanted` >= 0.
+def logprobs_at(logits: jax.Array, tokens: jax.Array, k: int) -> TokenLogprobs:
+    """Log-probabilities of the distribution before any option changes it.
 
-    logits: [rows, vocab] float32; tokens, wanted: [rows] int32; k: alternatives to report, at most the vocabulary are.
+    logits: [rows, vocab] float32; tokens: [rows] int32; k: alternatives to report, at most the vocabulary are.
     """
-    rows, k = logits.shape[0], min(k, logits.shape[1])
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    token = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
+    rank = 1 + jnp.sum(logprobs > token, axis=-1).astype(jnp.int32)
+    top, top_ids = jax.lax.top_k(logprobs, min(k, logits.shape[1]))
+    return TokenLogprobs(token[:, 0], rank, top_ids.astype(jnp.int32), top)
 
-    def compute() -> TokenLogprobs:
-        logprobs = jax.nn.log_softmax(logits, axis=-1)
-        token = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
-        rank = 1 + jnp.sum(logprobs > token, axis=-1).astype(jnp.int32)
-        top, top_ids = jax.lax.top_k(logprobs, k)
-        return TokenLogprobs(token[:, 0], rank, top_ids.astype(jnp.int32), top)
+
+def token_logprobs(logits: jax.Array, tokens: jax.Array, wanted: jax.Array, k: int) -> TokenLogprobs:
+    """`logprobs_at`, if any row has `wanted` >= 0. wanted: [rows] int32."""
+    rows, k = logits.shape[0], min(k, logits.shape[1])
 
     def nothing() -> TokenLogprobs:
         return TokenLogprobs(
             jnp.zeros(rows), jnp.zeros(rows, jnp.int32), jnp.zeros((rows, k), jnp.int32), jnp.zeros((rows, k))
         )
 
-    return jax.lax.cond(jnp.any(wanted >= 0), compute, nothing)
-
-
-def _mask_stop_tokens(logits: jax.Array, state: SamplingState) -> jax.Array:
-    """Stop tokens cannot be drawn before the row's minimum length."""
-
-    def mask() -> jax.Array:
-        early = state.position < state.min_position
-        ids = jnp.where(early[:, None], state.stop_token_ids, logits.shape[1])
-        return logits.at[jnp.arange(ids.shape[0])[:, None], ids].set(-jnp.inf, mode="drop")
-
-    return jax.lax.cond(jnp.any(state.position < state.min_position), mask, lambda: logits)
-
-
-def _gumbel(state: SamplingState, vocab_size: int) -> jax.Array:
-    """Noise that is a function of (seed, position) alone, as [rows, vocab] float32."""
-
-    def row_noise(seed: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-        return jax.random.gumbel(key, (vocab_size,), jnp.float32)
-
-    return jax.vmap(row_noise)(state.seed, state.position)
-
-
-def _filter(logits: jax.Array, state: SamplingState) -> jax.Array:
-    """Drop what min-p, then top-k, then top-p exclude. logits: [rows, vocab], already divided by the temperature.
-
-    No sort: the threshold of top-k and of top-p is found by bisection over the ordered bit patterns of the float32
-    values, exact after 32 rounds of counting. Ties with the last kept value are kept.
-    """
-    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
-    probabilities = jnp.exp(shifted)  # relative to the most probable token, in [0, 1]
-    probabilities = jnp.where(probabilities >= state.min_p[:, None], probabilities, 0)
-    bits = jax.lax.bitcast_convert_type(probabilities, jnp.int32)  # order-preserving: none is negative
-
-    k = jnp.where(state.top_k > 0, state.top_k, logits.shape[1])
-    kept_by_k = _largest_threshold(bits, lambda keep: jnp.sum(keep, axis=-1) >= k)
-    probabilities = jnp.where(bits >= kept_by_k[:, None], probabilities, 0)
-
-    bits = jax.lax.bitcast_convert_type(probabilities, jnp.int32)
-    wanted = state.top_p * jnp.sum(probabilities, axis=-1)
-    kept_by_p = _largest_threshold(bits, lambda keep: jnp.sum(jnp.where(keep, probabilities, 0), axis=-1) >= wanted)
-    # The most probable token (relative probability 1) stays even where top_p underflows to 0 in float32.
-    one = jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
-    kept_by_p = jnp.where(state.top_p < 1, jnp.minimum(kept_by_p, one), 0)
-    return jnp.where((bits >= kept_by_p[:, None]) & (probabilities > 0), logits, -jnp.inf)
-
-
-def _largest_threshold(bits: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The largest t for which `enough(bits >= t)` holds, per row; 0 where it never does.
-
-    bits: [rows, vocab] int32, none negative. Builds t from its highest bit down.
-    """
-
-    def try_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
-        candidate = threshold | (1 << (30 - i))
-        return jnp.where(enough(bits >= candidate[:, None]), candidate, threshold)
-
-    return jax.lax.fori_loop(0, 31, try_bit, jnp.zeros(bits.shape[0], jnp.int32))
+    return jax.lax.cond(jnp.any(wanted >= 0), lambda: logprobs_at(logits, tokens, k), nothing)

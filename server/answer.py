@@ -18,9 +18,44 @@ from starlette.responses import Response
 from jaxpage.outputs import CompletionOutput
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.server.generation import Generation
-from jaxpage.server.protocol import GenerationRequest
+from jaxpage.server.logprobs import Entry, ScoredTokens
+from jaxpage.server.protocol import GenerationRequest, Usage
 from jaxpage.server.service import service_of
 from jaxpage.server.sse import event_response, whole_response
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A choice so far, as its client knows it: what a route makes its words of."""
+
+    index: int
+    text: str
+    tokens: ScoredTokens | None
+    """Where log-probabilities are asked for."""
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_logprobs: Sequence[Entry] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """How much of a choice the client has."""
+
+    characters: int = 0
+    tokens: int = 0
+    offset: int = 0
+    """Characters of these tokens."""
+
+    def rest_of(self, choice: Choice) -> tuple[str, ScoredTokens | None]:
+        """What is new."""
+        return choice.text[self.characters :], choice.tokens and choice.tokens.after(self.tokens)
+
+    def with_all_of(self, choice: Choice) -> "Sent":
+        """Once that is sent."""
+        if choice.tokens is None:
+            return Sent(len(choice.text))
+        new = choice.tokens.after(self.tokens)
+        return Sent(len(choice.text), len(choice.tokens.texts), self.offset + sum(map(len, new.texts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +67,16 @@ class Form:
     """Makes a whole answer of id, created, model, choices and usage."""
     chunk: Callable[..., msgspec.Struct]
     """Makes a piece of a stream of the same."""
-    choice: Callable[[int, CompletionOutput], msgspec.Struct]
-    """A finished choice by its index."""
-    steps: Callable[[int, CompletionOutput, int | None], Iterator[msgspec.Struct]]
-    """What is new of a choice to a client that has so many characters of it; None: that does not know it yet."""
+    choice: Callable[[Choice], msgspec.Struct]
+    """A finished choice."""
+    steps: Callable[[Choice, Sent | None], Iterator[msgspec.Struct]]
+    """What is new of a choice to a client that has so much of it; None: that does not know it yet."""
+    view: Callable[[Choice], Choice] = lambda choice: choice
+    """What the route shows of what was generated."""
+    count: Callable[[Usage], Usage] = lambda usage: usage
+    """What the route counts of it."""
+    of_reply: Callable[[Choice], dict[str, Any]] = lambda choice: {}
+    """What the whole answer says of its first choice."""
 
 
 async def answer(
@@ -56,20 +97,33 @@ async def answer(
         return await event_response(http_request, generation, _chunks(generation, form, head, request.include_usage))
 
     def reply(outputs: list[tuple[int, CompletionOutput]]) -> msgspec.Struct:
-        choices = [form.choice(index, output) for index, output in outputs]
-        return form.reply(**head, choices=choices, usage=generation.usage)
+        choices = [_view(generation, form, index, output) for index, output in outputs]
+        words = [form.choice(choice) for choice in choices]
+        return form.reply(**head, choices=words, usage=form.count(generation.usage), **form.of_reply(choices[0]))
 
     return await whole_response(http_request, generation, reply)
+
+
+def _view(generation: Generation, form: Form, index: int, output: CompletionOutput) -> Choice:
+    tokens = None
+    if output.logprobs is not None:
+        texts = [
+            entry[token_id].decoded_token for token_id, entry in zip(output.token_ids, output.logprobs, strict=True)
+        ]
+        tokens = ScoredTokens(texts, output.logprobs)
+    prompt_logprobs = generation.prompt_logprobs(index)
+    return form.view(Choice(index, output.text, tokens, output.finish_reason, output.stop_reason, prompt_logprobs))
 
 
 async def _chunks(
     generation: Generation, form: Form, head: dict[str, Any], include_usage: bool
 ) -> AsyncIterator[msgspec.Struct]:
     no_usage = None if include_usage else UNSET
-    num_sent: dict[int, int] = {}  # characters of each choice that the client has
+    sent: dict[int, Sent] = {}
     async for index, output in generation.updates():
-        for choice in form.steps(index, output, num_sent.get(index)):
-            yield form.chunk(**head, choices=[choice], usage=no_usage)
-        num_sent[index] = len(output.text)
+        choice = _view(generation, form, index, output)
+        for step in form.steps(choice, sent.get(index)):
+            yield form.chunk(**head, choices=[step], usage=no_usage)
+        sent[index] = sent.get(index, Sent()).with_all_of(choice)
     if include_usage:
-        yield form.chunk(**head, choices=[], usage=generation.usage)
+        yield form.chunk(**head, choices=[], usage=form.count(generation.usage))

@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import RequestError
-from jaxpage.outputs import CompletionOutput
-from jaxpage.server.answer import Form, answer
+from jaxpage.server.answer import Choice, Form, Sent, answer
+from jaxpage.server.logprobs import of_prompt
 from jaxpage.server.protocol import (
     ChatChoice,
     ChatChunk,
@@ -33,7 +33,7 @@ async def chat_completions(http_request: Request) -> Response:
     params = request.engine_params(max_tokens(request), engine.max_model_len)
     kwargs = template_kwargs(request)
     token_ids = await encode(body, lambda: engine.encode_chat(request.messages, **kwargs))
-    return await answer(http_request, request, [token_ids], params, FORM)
+    return await answer(http_request, request, [token_ids], params, _form(request))
 
 
 def max_tokens(request: ChatRequest) -> int | None:
@@ -54,25 +54,35 @@ def template_kwargs(request: ChatRequest) -> dict[str, Any]:
     return kwargs
 
 
-def _choice(index: int, output: CompletionOutput) -> ChatChoice:
-    return ChatChoice(
-        index=index,
-        message=ChatMessage(content=output.text),
-        finish_reason=output.finish_reason,
-        stop_reason=output.stop_reason,
-    )
+def _form(request: ChatRequest) -> Form:
+    num_top = request.top_logprobs or 0
 
-
-def _steps(index: int, output: CompletionOutput, num_sent: int | None) -> Iterator[ChatChunkChoice]:
-    """A choice opens with its role, goes on with text, and closes with an empty delta and the finish reason."""
-    if num_sent is None:
-        yield ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
-    if text := output.text[num_sent or 0 :]:
-        yield ChatChunkChoice(index=index, delta=ChatDelta(content=text))
-    if output.finish_reason is not None:
-        yield ChatChunkChoice(
-            index=index, delta=ChatDelta(), finish_reason=output.finish_reason, stop_reason=output.stop_reason
+    def whole(choice: Choice) -> ChatChoice:
+        return ChatChoice(
+            index=choice.index,
+            message=ChatMessage(content=choice.text),
+            logprobs=None if choice.tokens is None else choice.tokens.of_chat(num_top),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
         )
 
+    def steps(choice: Choice, sent: Sent | None) -> Iterator[ChatChunkChoice]:
+        """A choice opens with its role, goes on with text, and closes with an empty delta and the finish reason."""
+        if sent is None:
+            yield ChatChunkChoice(index=choice.index, delta=ChatDelta(role="assistant", content=""))
+        text, tokens = (sent or Sent()).rest_of(choice)
+        if text or (tokens is not None and tokens.texts):
+            logprobs = None if tokens is None else tokens.of_chat(num_top)
+            yield ChatChunkChoice(index=choice.index, delta=ChatDelta(content=text), logprobs=logprobs)
+        if choice.finish_reason is not None:
+            yield ChatChunkChoice(
+                index=choice.index,
+                delta=ChatDelta(),
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+            )
 
-FORM = Form("chatcmpl", reply=ChatCompletion, chunk=ChatChunk, choice=_choice, steps=_steps)
+    def of_reply(choice: Choice) -> dict[str, Any]:
+        return {} if choice.prompt_logprobs is None else {"prompt_logprobs": of_prompt(choice.prompt_logprobs)}
+
+    return Form("chatcmpl", reply=ChatCompletion, chunk=ChatChunk, choice=whole, steps=steps, of_reply=of_reply)

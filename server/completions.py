@@ -1,14 +1,19 @@
 """POST /v1/completions: one or many prompts, as text or as token ids, each with `n` choices."""
 
-from collections.abc import Iterator
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import RequestError
-from jaxpage.outputs import CompletionOutput
-from jaxpage.server.answer import Form, answer
-from jaxpage.server.protocol import Completion, CompletionChoice, CompletionRequest
+from jaxpage.server.answer import Choice, Form, Sent, answer
+from jaxpage.server.logprobs import ScoredTokens, of_prompt
+from jaxpage.server.protocol import Completion, CompletionChoice, CompletionRequest, Usage
 from jaxpage.server.service import encode, read_request, service_of
 
 DEFAULT_MAX_TOKENS = 16
@@ -22,7 +27,8 @@ async def completions(http_request: Request) -> Response:
     request, body = await read_request(http_request, CompletionRequest)
     engine, add_special_tokens = service_of(http_request).engine, request.add_special_tokens is not False
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    params = request.engine_params(max_tokens, engine.max_model_len)
+    # The engine takes no prompt without drawing a token behind it.
+    params = request.engine_params(1 if request.only_echo else max_tokens, engine.max_model_len)
     prompts = split_prompts(request.prompt)
     if (num_choices := len(prompts) * (request.n or 1)) > MAX_CHOICES:
         raise RequestError(
@@ -32,7 +38,17 @@ async def completions(http_request: Request) -> Response:
     def encode_prompts() -> list[list[int]]:
         return [engine.encode(p, add_special_tokens) if isinstance(p, str) else p for p in prompts]
 
-    return await answer(http_request, request, await encode(body, encode_prompts), params, FORM)
+    token_ids = await encode(body, encode_prompts)
+    echo = None
+    if request.echo:
+        skip_special_tokens = request.skip_special_tokens is not False
+        echo = _Echo(
+            [p if isinstance(p, str) else engine.decode(p, skip_special_tokens) for p in prompts],
+            [[engine.token_text(token_id) for token_id in ids] for ids in token_ids],
+            request.n or 1,
+            request.only_echo,
+        )
+    return await answer(http_request, request, token_ids, params, _form(request, echo))
 
 
 def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
@@ -53,20 +69,56 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list
     raise RequestError("prompt mixes texts, token ids and lists of ids: give only one kind", "prompt")
 
 
-def _choice(index: int, output: CompletionOutput, num_sent: int = 0) -> CompletionChoice:
-    """A choice, or what is new of it behind `num_sent` characters."""
-    return CompletionChoice(
-        index=index,
-        text=output.text[num_sent:],
-        finish_reason=output.finish_reason,
-        stop_reason=output.stop_reason,
+@dataclass(frozen=True, slots=True)
+class _Echo:
+    """Prompts that go before what was generated, in each choice of theirs."""
+
+    prompts: Sequence[str]
+    tokens: Sequence[list[str]]
+    """Their tokens' texts."""
+    num_choices: int
+    """Of each."""
+    alone: bool
+    """Nothing is to be generated; what was, is left out."""
+
+    def view(self, choice: Choice) -> Choice:
+        number = choice.index // self.num_choices
+        tokens = choice.tokens
+        if tokens is not None:
+            texts, entries = ([], []) if self.alone else (tokens.texts, tokens.entries)
+            of_prompt = choice.prompt_logprobs or ()
+            tokens = ScoredTokens([*self.tokens[number], *texts], [*of_prompt, *entries])
+        text = self.prompts[number] + ("" if self.alone else choice.text)
+        finish_reason, stop_reason = ("length", None) if self.alone else (choice.finish_reason, choice.stop_reason)
+        return dataclasses.replace(
+            choice, text=text, tokens=tokens, finish_reason=finish_reason, stop_reason=stop_reason
+        )
+
+    def count(self, usage: Usage) -> Usage:
+        if not self.alone:
+            return usage
+        return msgspec.structs.replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
+
+
+def _form(request: CompletionRequest, echo: _Echo | None) -> Form:
+    def choice_behind(sent: Sent, choice: Choice) -> CompletionChoice:
+        text, tokens = sent.rest_of(choice)
+        asked = request.prompt_logprobs is not None and choice.prompt_logprobs is not None
+        return CompletionChoice(
+            index=choice.index,
+            text=text,
+            logprobs=None if tokens is None else tokens.of_completion(sent.offset),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            prompt_logprobs=of_prompt(choice.prompt_logprobs or ()) if asked else UNSET,
+        )
+
+    def steps(choice: Choice, sent: Sent | None) -> Iterator[CompletionChoice]:
+        step = choice_behind(sent or Sent(), choice)
+        if step.text or step.finish_reason is not None or (step.logprobs is not None and step.logprobs.tokens):
+            yield step
+
+    form = Form(
+        "cmpl", reply=Completion, chunk=Completion, choice=functools.partial(choice_behind, Sent()), steps=steps
     )
-
-
-def _steps(index: int, output: CompletionOutput, num_sent: int | None) -> Iterator[CompletionChoice]:
-    choice = _choice(index, output, num_sent or 0)
-    if choice.text or choice.finish_reason is not None:
-        yield choice
-
-
-FORM = Form("cmpl", reply=Completion, chunk=Completion, choice=_choice, steps=_steps)
+    return form if echo is None else dataclasses.replace(form, view=echo.view, count=echo.count)

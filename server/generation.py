@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.server.errors import ApiError
+from jaxpage.server.logprobs import Entry
 from jaxpage.server.protocol import PromptTokensDetails, Usage
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Generation:
         self._progress: dict[int, tuple[int, str | None]] = {}
         """Tokens and finish reason of each choice."""
         self._num_cached_tokens = [0] * len(streams)
+        self._prompt_logprobs: list[list[Entry] | None] = [None] * len(streams)
         self._num_open = len(streams)
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
@@ -52,6 +54,10 @@ class Generation:
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached_tokens)),
         )
+
+    def prompt_logprobs(self, index: int) -> list[Entry] | None:
+        """Of the prompt of a choice that has begun, where they are asked for."""
+        return self._prompt_logprobs[index // self._n]
 
     async def started(self) -> None:
         """Returns once there is something to send. Raises what has gone wrong before that."""
@@ -104,6 +110,7 @@ class Generation:
     def _take(self, stream_index: int, request_output: RequestOutput) -> None:
         """Keep what has grown. Raises an error if the engine has ended one of the sequences early."""
         self._num_cached_tokens[stream_index] = request_output.num_cached_tokens
+        self._prompt_logprobs[stream_index] = request_output.prompt_logprobs
         for index, output in enumerate(request_output.outputs, stream_index * self._n):
             progress = len(output.token_ids), output.finish_reason
             if progress not in (self._progress.get(index), (0, None)) and output.finish_reason not in FAILURES:

@@ -17,23 +17,18 @@ from msgspec import UNSET, UnsetType
 
 from jaxpage.errors import RequestError
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.server.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprob
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Neutral = Mapping[str, tuple[object, ...]]
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 _NEUTRAL: Neutral = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "frequency_penalty": (0,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -43,8 +38,6 @@ _NEUTRAL: Neutral = {
 _COMPLETION_NEUTRAL: Neutral = {
     **_NEUTRAL,
     "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False,),
     "prompt_embeds": (),
     "suffix": ("",),
 }
@@ -59,22 +52,29 @@ _CHAT_NEUTRAL: Neutral = {
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 _NEUTRAL_IN_BEAM_SEARCH: Neutral = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "frequency_penalty": (0,),
     "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
     "min_p": (0,),
     "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
     "stop": ([],),
     "temperature": (0,),
     "top_k": (-1, 0),
+    "top_logprobs": (0,),
     "top_p": (1,),
 }
 _NEUTRAL_IN_SAMPLING: Neutral = {
@@ -110,6 +110,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: list[Int64] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[Int64] | None = None
+    bad_words: list[str] | None = None
+    logprobs: bool | Int64 | None = None
+    prompt_logprobs: Int64 | None = None
     skip_special_tokens: bool | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -122,6 +130,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         """Whether the stream ends with a chunk that carries the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report at each generated token, None for no log-probabilities. Raises `RequestError`."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same at each token of the prompts."""
+        return self.prompt_logprobs
+
     def check(self) -> None:
         """Raises `RequestError` for values that are wrong only together, or that no engine option covers."""
         if self.stream_options is not None:
@@ -130,11 +148,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             if self.stream_options.continuous_usage_stats:
                 raise RequestError("stream_options.continuous_usage_stats is not supported", "stream_options")
         for name, neutral in (_NEUTRAL_IN_BEAM_SEARCH if self.use_beam_search else _NEUTRAL_IN_SAMPLING).items():
-            if (value := getattr(self, name)) is not None and not _is_among(value, neutral):
+            if (value := getattr(self, name, None)) is not None and not _is_among(value, neutral):
                 why = (
                     "beam search does not use it: leave it out" if self.use_beam_search else "it needs use_beam_search"
                 )
                 raise RequestError(f"{name} is {value!r}, and {why}", name)
+
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs is not available in a stream: leave out one of the two", "prompt_logprobs"
+            )
 
     def engine_params(self, max_tokens: int | None, max_model_len: int) -> SamplingParams | BeamSearchParams:
         """What the engine is to do with each prompt; without `max_tokens`, to the end of the context.
@@ -159,12 +182,23 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 "min_tokens",
                 "stop",
                 "include_stop_str_in_output",
+                "repetition_penalty",
+                "presence_penalty",
+                "frequency_penalty",
+                "allowed_token_ids",
+                "bad_words",
             ),
             *both,
         )
         if isinstance(self.stop, str):
             options["stop"] = (self.stop,)
-        return SamplingParams(max_tokens=max_tokens, **options)
+        return SamplingParams(
+            max_tokens=max_tokens,
+            logit_bias={_token_id(key): bias for key, bias in (self.logit_bias or {}).items()},
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+            **options,
+        )
 
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -177,6 +211,31 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     prompt: str | list[str | Int64 | list[Int64]]
     add_special_tokens: bool | None = None
+    echo: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.logprobs is True:
+            raise RequestError("logprobs is true: a completion takes a number, 0 for the tokens' own alone", "logprobs")
+        return None if self.logprobs is False else self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """An echo has log-probabilities where the completion has them."""
+        if not self.echo or self.num_logprobs is None:
+            return self.prompt_logprobs
+        if self.prompt_logprobs not in (None, self.num_logprobs):
+            raise RequestError(
+                f"prompt_logprobs is {self.prompt_logprobs}, and echo gives the prompt's with logprobs="
+                f"{self.num_logprobs}: leave it out",
+                "prompt_logprobs",
+            )
+        return self.num_logprobs
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether nothing is to be generated: the prompt is wanted back, with its log-probabilities."""
+        return bool(self.echo) and self.max_tokens == 0
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -186,7 +245,18 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     messages: list[dict[str, Any]]
     max_completion_tokens: Int64 | None = None
+    top_logprobs: Int64 | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if not isinstance(self.logprobs, bool | None):
+            raise RequestError(
+                f"logprobs is {self.logprobs}: it is true or false in a chat, see top_logprobs", "logprobs"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(f"top_logprobs is {self.top_logprobs}, and it needs logprobs=true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
@@ -210,9 +280,10 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None
     stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -238,7 +309,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
     index: int
     message: ChatMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     stop_reason: int | str | None
 
@@ -252,6 +323,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -266,7 +338,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
 
     index: int
     delta: ChatDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
 
@@ -300,6 +372,14 @@ def decode[RequestT: GenerationRequest](body: bytes, request_type: type[RequestT
         raise RequestError("the body is nested too deeply") from error
     request.check()
     return request
+
+
+def _token_id(key: str) -> int:
+    """A key of `logit_bias`: JSON has texts there."""
+    try:
+        return int(key)
+    except ValueError:
+        raise RequestError(f'logit_bias has the key {key!r}: keys are token ids, such as "5"', "logit_bias") from None
 
 
 def _is_among(value: object, neutral: tuple[object, ...]) -> bool:

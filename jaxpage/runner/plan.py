@@ -1,5 +1,7 @@
 """What the host tells the device: a packed int32 array per step, one per admitted request, one for a step's forks.
 
+A request that says something of single tokens takes another one with its rules.
+
 Packing (numpy) and unpacking (JAX, in the compiled program) stand side by side: a layout is read in one place.
 Every pack fills a fresh buffer: a step in flight may still read the last one.
 """
@@ -12,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpage.ops.kv_spec import KVLayout
-from jaxpage.sampling_params import MAX_STOP_TOKEN_IDS
+from jaxpage.ops.token_rules import RulesLayout
+from jaxpage.request import Request
+from jaxpage.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from jaxpage.scheduler import AdmittedRequest, SchedulerOutput
 
 _UNUSED = np.iinfo(np.int32).max
@@ -74,16 +78,20 @@ class AdmittedRow:
     top_k: jax.Array
     min_tokens: jax.Array
     num_logprobs: jax.Array
+    has_rules: jax.Array
     seed: jax.Array  # [2] uint32
     temperature: jax.Array
     top_p: jax.Array
     min_p: jax.Array
+    repetition_penalty: jax.Array
+    presence_penalty: jax.Array
+    frequency_penalty: jax.Array
     stop_token_ids: jax.Array  # [MAX_STOP_TOKEN_IDS] int32
     token_ids: jax.Array  # [capacity] int32
     block_tables: jax.Array  # [groups, capacity / block_size, rounded up] int32
 
 
-_NUM_INTS, _NUM_FLOATS = 7, 3
+_NUM_INTS, _NUM_FLOATS = 8, 6
 _HEADER = _NUM_INTS + 2 + _NUM_FLOATS
 
 
@@ -104,11 +112,13 @@ def pack_admission(admitted: AdmittedRequest, capacity: int, layout: KVLayout) -
         min(max(params.top_k, 0), _UNUSED),
         params.min_tokens,
         request.num_logprobs,
+        request.has_rules,
     )
     seed = request.seed & (2**64 - 1)
     packed[_NUM_INTS : _NUM_INTS + 2] = np.array([seed >> 32, seed & (2**32 - 1)], np.uint32).view(np.int32)
-    floats = np.array([params.effective_temperature, params.top_p, params.min_p], np.float32)
-    packed[_NUM_INTS + 2 : _HEADER] = floats.view(np.int32)
+    filters = params.effective_temperature, params.top_p, params.min_p
+    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    packed[_NUM_INTS + 2 : _HEADER] = np.array([*filters, *penalties], np.float32).view(np.int32)
     stops = sorted(request.stop_token_ids)
     packed[_HEADER : _HEADER + MAX_STOP_TOKEN_IDS] = stops + [_UNUSED] * (MAX_STOP_TOKEN_IDS - len(stops))
     packed[_HEADER + MAX_STOP_TOKEN_IDS :][: len(admitted.token_ids)] = admitted.token_ids
@@ -120,8 +130,11 @@ def pack_admission(admitted: AdmittedRequest, capacity: int, layout: KVLayout) -
 
 def unpack_admission(packed: jax.Array, capacity: int, num_groups: int) -> AdmittedRow:
     """The inverse of `pack_admission`, in a compiled program."""
-    row, num_tokens, num_prompt_tokens, num_computed_tokens, top_k, min_tokens, num_logprobs = packed[:_NUM_INTS]
-    temperature, top_p, min_p = jax.lax.bitcast_convert_type(packed[_NUM_INTS + 2 : _HEADER], jnp.float32)
+    row, num_tokens, num_prompt_tokens, num_computed_tokens, top_k, min_tokens, num_logprobs, has_rules = packed[
+        :_NUM_INTS
+    ]
+    floats = jax.lax.bitcast_convert_type(packed[_NUM_INTS + 2 : _HEADER], jnp.float32)
+    temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty = floats
     stops, token_ids, tables = jnp.split(packed[_HEADER:], (MAX_STOP_TOKEN_IDS, MAX_STOP_TOKEN_IDS + capacity))
     return AdmittedRow(
         row=row,
@@ -131,11 +144,27 @@ def unpack_admission(packed: jax.Array, capacity: int, num_groups: int) -> Admit
         top_k=top_k,
         min_tokens=min_tokens,
         num_logprobs=num_logprobs,
+        has_rules=has_rules.astype(bool),
         seed=jax.lax.bitcast_convert_type(packed[_NUM_INTS : _NUM_INTS + 2], jnp.uint32),
         temperature=temperature,
         top_p=top_p,
         min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
         stop_token_ids=stops,
         token_ids=token_ids,
         block_tables=tables.reshape(num_groups, -1),
     )
+
+
+def rules_layout(vocab_size: int) -> RulesLayout:
+    """How the rules of a request about single tokens are packed: with room for all that it may have."""
+    return RulesLayout(vocab_size, MAX_LOGIT_BIAS, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
+
+
+def pack_rules(row: int, request: Request, vocab_size: int) -> np.ndarray:
+    """Pack a request's rules for its row, as [1 + layout.size] int32: the row goes first."""
+    params = request.params
+    rules = rules_layout(vocab_size).pack(params.allowed_token_ids, params.logit_bias, request.bad_words)
+    return np.concatenate([np.array([row], np.int32), rules])

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,15 +15,27 @@ import numpy as np
 from jaxpage.models.params import Params
 from jaxpage.ops.attention import KVCache
 from jaxpage.runner.buckets import Bucket, by_usefulness, choose_bucket
-from jaxpage.runner.plan import NUM_EDITS, admission_size, empty_forks, pack_edits
+from jaxpage.runner.plan import NUM_EDITS, admission_size, empty_forks, pack_edits, rules_layout
 from jaxpage.runner.programs import ProgramStore
+from jaxpage.runner.scoring import NUM_SCORED_ROWS, NUM_SCORED_TOKENS
 from jaxpage.runner.state import BatchState
-from jaxpage.runner.step import ProgramConfig, compile_admit, compile_edit, compile_fork, compile_step
+from jaxpage.runner.step import (
+    ProgramConfig,
+    compile_admit,
+    compile_edit,
+    compile_fork,
+    compile_rules,
+    compile_score,
+    compile_score_rows,
+    compile_step,
+)
 
 logger = logging.getLogger(__name__)
 
 _MAX_COMPILE_THREADS = 4
 _MANY_EDITS = 1024
+_SMALL = ("fork", "edit", "rules", "score", "score_rows")
+"""Programs that there is one of each of; see `runner.step`."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +75,12 @@ class ProgramTable:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="compile")
         self._first: list[Future[Any]] = [self._pool.submit(self._compile_step, self._buckets[0])]
         self._first += [self._pool.submit(self._compile_admission, capacity) for capacity in self._capacities]
-        self._fork, self._edit = self._pool.submit(self._compile_fork), self._pool.submit(self._compile_edit)
+        self._small = {name: self._pool.submit(self._compile_small, name) for name in _SMALL}
 
     @property
     def num_wanted(self) -> int:
         """Programs that there will be."""
-        return 2 + len(self._capacities) + len(self._buckets)
+        return len(_SMALL) + len(self._capacities) + len(self._buckets)
 
     @property
     def is_complete(self) -> bool:
@@ -81,7 +94,7 @@ class ProgramTable:
 
     def wait(self, *, background: bool) -> None:
         """Return when every step can run in some bucket, or, unless in the `background`, when all is ready."""
-        for program in (*self._first, self._fork, self._edit):
+        for program in (*self._first, *self._small.values()):
             program.result()
         logger.info("%d of %d programs are ready: serving", self._store.stats.num_programs, self.num_wanted)
         rest = self._buckets[1:]
@@ -114,13 +127,9 @@ class ProgramTable:
         capacity = next(c for c in self._capacities if c >= num_tokens)
         return self._admit[capacity], capacity
 
-    @property
-    def fork(self) -> jax.stages.Compiled:
-        return self._fork.result()
-
-    @property
-    def edit(self) -> jax.stages.Compiled:
-        return self._edit.result()
+    def __getitem__(self, name: str) -> jax.stages.Compiled:
+        """One of the small programs by its name in `runner.step`; all are ready before the first step."""
+        return self._small[name].result()
 
     def _compile_rest(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
@@ -148,14 +157,27 @@ class ProgramTable:
         args = (self._shapes.state, packed)
         self._admit[capacity] = self._get("admit", capacity, args, lambda: compile_admit(capacity, *args))
 
-    def _compile_fork(self) -> jax.stages.Compiled:
-        state, kv_cache = self._shapes.state, self._shapes.kv_cache
-        args = (kv_cache, state, empty_forks(state.num_rows, len(kv_cache.layout.groups)))
-        return self._get("fork", None, args, lambda: compile_fork(*args))
-
-    def _compile_edit(self) -> jax.stages.Compiled:
-        args = (self._shapes.state, self._edits(self.edit_capacity))
-        return self._get("edit", None, args, lambda: compile_edit(*args))
+    def _compile_small(self, name: str) -> jax.stages.Compiled:
+        params, kv_cache, state = self._shapes.params, self._shapes.kv_cache, self._shapes.state
+        config = self._config
+        make: Callable[..., jax.stages.Compiled]
+        args: tuple[Any, ...]
+        match name:
+            case "fork":
+                args = (kv_cache, state, empty_forks(state.num_rows, len(kv_cache.layout.groups)))
+                make = compile_fork
+            case "edit":
+                args, make = (state, self._edits(self.edit_capacity)), compile_edit
+            case "rules":
+                packed = np.zeros(1 + rules_layout(config.model.vocab_size).size, np.int32)
+                args, make = (state, packed), compile_rules
+            case "score":
+                packed = np.zeros((2, NUM_SCORED_TOKENS), np.int32)
+                args, make = (params, state.hidden, packed), partial(compile_score, config)
+            case _:
+                packed = np.zeros(NUM_SCORED_ROWS, np.int32)
+                args, make = (params, state.hidden, packed), partial(compile_score_rows, config)
+        return self._get(name, config, args, lambda: make(*args))
 
     def _edits(self, capacity: int) -> np.ndarray:
         return pack_edits(np.zeros((2, 0), np.int32), capacity)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -23,17 +24,19 @@ from jaxpage.models.packaged import cache_dir
 from jaxpage.models.params import Params, load_params, param_shapes
 from jaxpage.models.registry import resolve_model
 from jaxpage.ops.attention import KVCache
+from jaxpage.request import Request
 from jaxpage.runner.buckets import make_buckets
 from jaxpage.runner.compile_watch import num_compiles
-from jaxpage.runner.plan import NUM_EDITS, pack_admission, pack_edits, pack_forks
+from jaxpage.runner.plan import NUM_EDITS, pack_admission, pack_edits, pack_forks, pack_rules, rules_layout
 from jaxpage.runner.program_table import DeviceShapes, ProgramTable
 from jaxpage.runner.programs import ProgramStore
 from jaxpage.runner.resolve import resolve_dtype, resolve_max_model_len, resolve_num_blocks
+from jaxpage.runner.scoring import Scores, dispatch_scores, fetch_scores, host_logprobs
 from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
 from jaxpage.runner.step import ProgramConfig, StepResult, on_device
 from jaxpage.runner.step_table import Ints, StepTable
 from jaxpage.sampling_params import MAX_BEAM_CANDIDATES, MAX_STOP_TOKEN_IDS
-from jaxpage.scheduler import SchedulerOutput
+from jaxpage.scheduler import PromptLogprobs, SchedulerOutput
 from jaxpage.wire import TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -46,8 +49,11 @@ class DispatchedStep:
     result: StepResult
     places: Ints
     """Where the results of each scheduled request stand."""
-    num_logprobs: list[int]
-    """Per scheduled request, as it asks."""
+    requests: list[Request]
+    """Those scheduled."""
+    wants_logprobs: bool
+    scores: Scores | None
+    """What a request asks for besides."""
 
 
 class Runner:
@@ -92,7 +98,11 @@ class Runner:
         num_rows, num_groups = config.max_num_seqs, len(self.layout.groups)
 
         def make_state() -> BatchState:
-            return empty_state(num_rows, self.max_model_len, num_groups, config.block_size, MAX_STOP_TOKEN_IDS)
+            return empty_state(
+                *(num_rows, self.max_model_len, num_groups, config.block_size, MAX_STOP_TOKEN_IDS),
+                rules_size=rules_layout(self.model_config.vocab_size).size,
+                hidden=jnp.zeros((config.max_num_batched_tokens, self.model_config.hidden_size), dtype),
+            )
 
         def make_kv_cache() -> KVCache:
             return empty_kv_cache(self.layout, self.num_blocks, dtype)
@@ -190,42 +200,51 @@ class Runner:
         programs = self._programs
         if output.row_forks or output.block_copies:
             forks = self._send(pack_forks(output, self._state.num_rows, len(self.layout.groups)))
-            self._kv_cache, self._state = programs.fork(self._kv_cache, self._state, forks)
+            self._kv_cache, self._state = programs["fork"](self._kv_cache, self._state, forks)
         for admitted in output.admitted:
             admit, capacity = programs.admit(len(admitted.token_ids))
             self._state = admit(self._state, self._send(pack_admission(admitted, capacity, self.layout)))
+            if admitted.request.has_rules:
+                rules = pack_rules(admitted.row, admitted.request, self.model_config.vocab_size)
+                self._state = programs["rules"](self._state, self._send(rules))
         edits, places = self._table.advance(output)
         while edits.shape[1] > NUM_EDITS:
             edits, ahead = edits[:, programs.edit_capacity :], edits[:, : programs.edit_capacity]
-            self._state = programs.edit(self._state, self._send(pack_edits(ahead, programs.edit_capacity)))
+            self._state = programs["edit"](self._state, self._send(pack_edits(ahead, programs.edit_capacity)))
         step = programs.step(output.num_tokens, len(output.rows), max(output.query_lens))
         self._kv_cache, self._state, result = step(
             self._params, self._kv_cache, self._state, self._send(pack_edits(edits, NUM_EDITS))
         )
-        num_logprobs = [request.num_logprobs for request in output.requests]
-        for array in jax.tree.leaves(result if max(num_logprobs) >= 0 else result.tokens):
+        for array in jax.tree.leaves(result if output.wants_logprobs else result.tokens):
             array.copy_to_host_async()
-        return DispatchedStep(result, places, num_logprobs)
+        scores = None
+        if any(request.wants_scores for request in output.requests):
+            scores = dispatch_scores(
+                output,
+                self._table.first_tokens(places),
+                score=lambda packed: programs["score"](self._params, self._state.hidden, self._send(packed)),
+                score_rows=lambda packed: programs["score_rows"](self._params, self._state.hidden, self._send(packed)),
+            )
+        return DispatchedStep(result, places, output.requests, output.wants_logprobs, scores)
 
-    def fetch(self, step: DispatchedStep) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Wait for a step's results, one per scheduled row: its token, -1 where its prompt goes on, and what it asked
-        for of log-probabilities.
+    def fetch(
+        self, step: DispatchedStep
+    ) -> tuple[list[int], list[TokenLogprobs | None], list[PromptLogprobs | None] | None]:
+        """Wait for a step's results, one per scheduled request: its token, -1 where its prompt goes on; what it asked
+        for of log-probabilities at the token; and at its prompt, None if no request did.
         """
         with jax.transfer_guard_device_to_host("allow"):
             tokens: list[int] = np.asarray(step.result.tokens)[step.places].tolist()
-            if max(step.num_logprobs) < 0:
-                return tokens, [None] * len(tokens)
-            found = jax.tree.map(np.asarray, step.result.logprobs)
-        return tokens, [
-            TokenLogprobs(
-                float(found.token[place]),
-                int(found.rank[place]),
-                list(zip(found.top_ids[place, :wanted].tolist(), found.top[place, :wanted].tolist(), strict=True)),
-            )
-            if wanted >= 0
-            else None
-            for place, wanted in zip(step.places, step.num_logprobs, strict=True)
-        ]
+            logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+            if step.wants_logprobs:
+                found = jax.tree.map(np.asarray, step.result.logprobs)
+                for index, (place, request) in enumerate(zip(step.places, step.requests, strict=True)):
+                    if request.num_logprobs >= 0:
+                        logprobs[index] = host_logprobs(found, place, request.num_logprobs)
+            if step.scores is None:
+                return tokens, logprobs, None
+            prompts, logprobs = fetch_scores(step.scores, step.requests, logprobs)
+            return tokens, logprobs, prompts
 
     def _send(self, packed: np.ndarray) -> jax.Array:
         return jax.device_put(packed, self._replicated)

@@ -14,7 +14,10 @@ from jaxpage.ops.kv_spec import KVLayout
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BatchState:
-    """The device-resident batch. Rows without a request hold left-overs that no plan names."""
+    """The device-resident batch: a row for every request, and what the last step leaves.
+
+    Rows without a request hold left-overs that no plan names.
+    """
 
     token_ids: jax.Array  # [rows, max_model_len] int32, prompt and output
     num_tokens: jax.Array  # [rows] int32, known tokens
@@ -30,6 +33,12 @@ class BatchState:
     min_tokens: jax.Array  # [rows] int32, output tokens before a stop token may come
     num_logprobs: jax.Array  # [rows] int32, alternatives to report, -1 without log-probabilities
     stop_token_ids: jax.Array  # [rows, MAX_STOP_TOKEN_IDS] int32, maximal where unused
+    repetition_penalty: jax.Array  # [rows] float32
+    presence_penalty: jax.Array  # [rows] float32
+    frequency_penalty: jax.Array  # [rows] float32
+    has_rules: jax.Array  # [rows] bool, whether `rules` holds what its request says
+    rules: jax.Array  # [rows, size of `RulesLayout`] int32
+    hidden: jax.Array  # [most tokens of a step, embed], of the last step's tokens, as the output head takes them
 
     @property
     def num_rows(self) -> int:
@@ -37,9 +46,16 @@ class BatchState:
 
 
 def empty_state(
-    num_rows: int, max_model_len: int, num_groups: int, block_size: int, max_stop_token_ids: int
+    num_rows: int,
+    max_model_len: int,
+    num_groups: int,
+    block_size: int,
+    max_stop_token_ids: int,
+    *,
+    rules_size: int,
+    hidden: jax.Array,
 ) -> BatchState:
-    """A batch without requests."""
+    """A batch without requests. `hidden` is taken as it is."""
 
     def ints() -> jax.Array:  # every field has an array of its own: all are donated
         return jnp.zeros(num_rows, jnp.int32)
@@ -62,6 +78,12 @@ def empty_state(
         min_tokens=ints(),
         num_logprobs=ints(),
         stop_token_ids=jnp.full((num_rows, max_stop_token_ids), jnp.iinfo(jnp.int32).max, jnp.int32),
+        repetition_penalty=floats(),
+        presence_penalty=floats(),
+        frequency_penalty=floats(),
+        has_rules=jnp.zeros(num_rows, bool),
+        rules=jnp.zeros((num_rows, rules_size), jnp.int32),
+        hidden=hidden,
     )
 
 

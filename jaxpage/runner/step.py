@@ -2,8 +2,10 @@
 
     fork     rows and KV blocks that go on as copies of others
     admit    one request in full -> its row of the batch
+    rules    what an admitted request says of single tokens -> the same row
     edit     block tables and places of the next step, as far as they differ
     step     the last edits -> forward, sample, append, for every place
+    score    some tokens of the last step -> log-probabilities of what follows them; score_rows: of all the vocabulary
 
 All take the device state donated and give it back updated; nothing else crosses between host and device but what they
 are told (in) and the sampled tokens (out).
@@ -24,9 +26,11 @@ from jaxpage.models.params import Params
 from jaxpage.models.registry import model_for
 from jaxpage.ops.attention import AttentionMetadata, KVCache, Target
 from jaxpage.ops.launch import GPU
-from jaxpage.ops.sampling import SamplingState, TokenLogprobs, sample, token_logprobs
+from jaxpage.ops.processing import ProcessingState
+from jaxpage.ops.sampling import SamplingState, TokenLogprobs, draw, logprobs_at, sample, token_logprobs
+from jaxpage.ops.token_rules import RulesLayout
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.plan import unpack_admission, unpack_forks
+from jaxpage.runner.plan import rules_layout, unpack_admission, unpack_forks
 from jaxpage.runner.state import BatchState
 
 trace_counts: Counter[str] = Counter()
@@ -107,6 +111,16 @@ def compile_admit(capacity: int, state: Any, packed: Any) -> jax.stages.Compiled
     return jax.jit(admit, donate_argnums=(0,), out_shardings=_shardings(state)).lower(state, packed).compile()
 
 
+def compile_rules(state: Any, packed: Any) -> jax.stages.Compiled:
+    """Compile `(state, packed rules) -> state`; state is donated."""
+
+    def set_rules(state: BatchState, packed: jax.Array) -> BatchState:
+        trace_counts["rules"] += 1
+        return dataclasses.replace(state, rules=state.rules.at[packed[0]].set(packed[1:]))
+
+    return jax.jit(set_rules, donate_argnums=(0,), out_shardings=_shardings(state)).lower(state, packed).compile()
+
+
 def compile_fork(kv_cache: Any, state: Any, packed: Any) -> jax.stages.Compiled:
     """Compile `(kv_cache, state, packed forks) -> (kv_cache, state)`; kv_cache and state are donated."""
 
@@ -116,6 +130,40 @@ def compile_fork(kv_cache: Any, state: Any, packed: Any) -> jax.stages.Compiled:
 
     jitted = jax.jit(fork, donate_argnums=(0, 1), out_shardings=_shardings((kv_cache, state)))
     return jitted.lower(kv_cache, state, packed).compile()
+
+
+def compile_score(config: ProgramConfig, params: Params, hidden: Any, packed: Any) -> jax.stages.Compiled:
+    """Compile `(params, hidden, packed) -> TokenLogprobs`.
+
+    hidden: [tokens, embed]. packed: [2, n] int32, whose hidden state is looked at and which token follows it.
+    """
+
+    def score(params: Params, hidden: jax.Array, packed: jax.Array) -> TokenLogprobs:
+        trace_counts["score"] += 1
+        index, following = packed
+        logits = model_for(config.model.architecture).logits(params, hidden[index], config.model)
+        return logprobs_at(logits, following, config.num_logprobs)
+
+    return jax.jit(score).lower(params, hidden, packed).compile()
+
+
+def compile_score_rows(config: ProgramConfig, params: Params, hidden: Any, packed: Any) -> jax.stages.Compiled:
+    """Compile `(params, hidden, packed) -> log-probabilities of the whole vocabulary, [n, vocab] float32`.
+
+    hidden: [tokens, embed]. packed: [n] int32, whose hidden state is looked at.
+    """
+
+    def score_rows(params: Params, hidden: jax.Array, packed: jax.Array) -> jax.Array:
+        trace_counts["score_rows"] += 1
+        logits = model_for(config.model.architecture).logits(params, hidden[packed], config.model)
+        return jax.nn.log_softmax(logits, axis=-1)
+
+    return jax.jit(score_rows).lower(params, hidden, packed).compile()
+
+
+def compile_draw(logits: Any, sampling: Any) -> jax.stages.Compiled:
+    """Compile the sampler's draw by itself, `(logits, SamplingState) -> tokens`, to be measured."""
+    return jax.jit(draw).lower(logits, sampling).compile()
 
 
 def on_device(make: Callable[[], Any], sharding: jax.sharding.Sharding) -> Any:
@@ -159,7 +207,7 @@ def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCa
     copied = {
         field.name: copy_rows(getattr(state, field.name))
         for field in dataclasses.fields(state)
-        if field.name not in ("block_tables", "places")
+        if field.name not in ("block_tables", "places", "hidden")
     }
     copied["block_tables"] = jax.vmap(copy_rows)(state.block_tables)
     last = copied["num_tokens"].at[target].get(mode="clip") - 1
@@ -215,33 +263,60 @@ def _step(
     last = hidden if bucket.max_query_len == 1 else hidden[jnp.maximum(query_start[1:] - 1, 0)]
     with jax.named_scope("logits"):
         logits = model.logits(params, last, config.model)
+    # A row draws only when its last known token is computed; prompts that go on in a later step do not.
     num_tokens = state.num_tokens[rows]
+    draws = (query_lens > 0) & (kv_lens == num_tokens)
     with jax.named_scope("sample"):
-        drawn = sample(
-            logits,
-            SamplingState(
-                temperature=jnp.where(query_lens > 0, state.temperature[rows], 0),
-                top_k=state.top_k[rows],
-                top_p=state.top_p[rows],
-                min_p=state.min_p[rows],
-                seed=state.seed[rows],
-                position=num_tokens,
-                min_position=state.num_prompt_tokens[rows] + state.min_tokens[rows],
-                stop_token_ids=state.stop_token_ids[rows],
-            ),
-        )
+        sampling, processing = _sampling_states(state, rows, draws, rules_layout(config.model.vocab_size))
+        drawn = sample(logits, sampling, processing)
 
     with jax.named_scope("logprobs"):
         wanted = jnp.where(query_lens > 0, state.num_logprobs[rows], -1)
         logprobs = token_logprobs(logits, drawn, wanted, config.num_logprobs)
 
-    # A row draws only when its last known token is computed; prompts that go on in a later step do not.
-    draws = (query_lens > 0) & (kv_lens == num_tokens)
     updated = dataclasses.replace(
         state,
         token_ids=state.token_ids.at[jnp.where(draws, rows, state.num_rows), num_tokens].set(drawn, mode="drop"),
         # Padding names some row, and adds nothing to it.
         num_tokens=state.num_tokens.at[rows].add(draws.astype(jnp.int32)),
         num_computed_tokens=state.num_computed_tokens.at[rows].add(query_lens),
+        hidden=state.hidden.at[: bucket.num_tokens].set(hidden),
     )
     return kv_cache, updated, StepResult(jnp.where(draws, drawn, -1), logprobs)
+
+
+def _sampling_states(
+    state: BatchState, rows: jax.Array, draws: jax.Array, layout: RulesLayout
+) -> tuple[SamplingState, ProcessingState]:
+    """The options of a step's rows; those that do not draw have none.
+
+    rows: [rows] int32, draws: [rows] bool.
+    """
+
+    def where_drawn(values: jax.Array, off: float) -> jax.Array:
+        return jnp.where(draws, values[rows], off)
+
+    num_tokens = state.num_tokens[rows]
+    sampling = SamplingState(
+        temperature=where_drawn(state.temperature, 0),
+        top_k=where_drawn(state.top_k, 0),
+        top_p=where_drawn(state.top_p, 1),
+        min_p=where_drawn(state.min_p, 0),
+        seed=state.seed[rows],
+        position=num_tokens,
+    )
+    processing = ProcessingState(
+        rows=rows,
+        num_prompt_tokens=state.num_prompt_tokens[rows],
+        num_tokens=num_tokens,
+        min_tokens=where_drawn(state.min_tokens, 0),
+        stop_token_ids=state.stop_token_ids[rows],
+        repetition_penalty=where_drawn(state.repetition_penalty, 1),
+        presence_penalty=where_drawn(state.presence_penalty, 0),
+        frequency_penalty=where_drawn(state.frequency_penalty, 0),
+        has_rules=draws & state.has_rules[rows],
+        token_ids=state.token_ids,
+        rules=state.rules,
+        layout=layout,
+    )
+    return sampling, processing

@@ -61,3 +61,7 @@ class StepTable:
         place_of_row = len_of_row  # its old content is used up
         place_of_row[rows[:count]] = np.arange(count)
         return StepEdits(edits, place_of_row[scheduled])
+
+    def first_tokens(self, places: Ints) -> Ints:
+        """Where the tokens of these places begin among those of the last step."""
+        return (np.cumsum(self._query_lens) - self._query_lens)[places]

@@ -18,8 +18,8 @@ from jaxpage.models import llama
 from jaxpage.models.params import map_weights
 from jaxpage.ops.attention import KV_CACHE_SPEC
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.plan import NUM_EDITS, pack_edits
-from jaxpage.runner.state import empty_kv_cache, empty_state
+from jaxpage.runner.plan import NUM_EDITS, pack_edits, rules_layout
+from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
 from jaxpage.runner.step import ProgramConfig, compile_step
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, NUM_ROWS = 2, 2048, 16, 4096, 16
@@ -99,7 +99,13 @@ def compile_for(mesh: Mesh, bucket: Bucket) -> jax.stages.Compiled:
     kv_cache = shapes(
         lambda: empty_kv_cache(layout, NUM_BLOCKS, np.dtype(jnp.bfloat16)), NamedSharding(mesh, KV_CACHE_SPEC)
     )
-    state = shapes(lambda: empty_state(NUM_ROWS, MAX_MODEL_LEN, 1, BLOCK_SIZE, 4), replicated)
+    rules_size = rules_layout(config.vocab_size).size
+
+    def make_state() -> BatchState:
+        hidden = jnp.zeros((max(bucket.num_tokens for bucket in BUCKETS.values()), config.hidden_size), jnp.bfloat16)
+        return empty_state(NUM_ROWS, MAX_MODEL_LEN, 1, BLOCK_SIZE, 4, rules_size=rules_size, hidden=hidden)
+
+    state = shapes(make_state, replicated)
     edits = pack_edits(np.zeros((2, 0), np.int32), NUM_EDITS)
     return compile_step(ProgramConfig(config, 4), bucket, params, kv_cache, state, edits)
 

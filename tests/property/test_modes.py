@@ -21,7 +21,7 @@ KINDS = ((KVSpec(1, 8),), (KVSpec(1, 8, window=5), KVSpec(1, 8)))
 BASES = ([0] * 24, [0, 1] * 12)
 """Prompts begin alike, so that they share blocks."""
 BLOCK_SIZE, BUDGET, MAX_NUM_SEQS, NUM_BLOCKS = 4, 16, 3, 12
-Results = tuple[list[int], list[TokenLogprobs | None]]
+Results = tuple[list[int], list[TokenLogprobs | None], None]
 
 
 class AsyncDevice:
@@ -31,7 +31,7 @@ class AsyncDevice:
         self._device = device
 
     def dispatch(self, output: SchedulerOutput) -> Results:
-        return self._device.run(output)
+        return *self._device.run(output), None
 
     def fetch(self, step: Results) -> Results:
         return step

@@ -4,6 +4,7 @@ It runs on the server's event loop; tests read and set its flags from their own 
 """
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, Self
 
 from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
 from jaxpage.metrics import Metrics
-from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams, nth_seed
 
 POLL_SECONDS = 0.002
@@ -98,6 +99,12 @@ class FakeEngine:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self.encoding_threads.append(threading.get_ident())
         return [1] * (self.bos and add_special_tokens) + [ord(character) for character in text]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(self.token_text, token_ids))
+
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id) if token_id != 1 else ""
 
     def encode_chat(
         self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any
@@ -186,6 +193,7 @@ class FakeStream:
         self._engine = engine
         self._prompt_ids = prompt_ids
         self._script = script
+        self._params = params if isinstance(params, SamplingParams) else SamplingParams()
         room = engine.max_model_len - len(prompt_ids)
         self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
         self._num_tokens = 0
@@ -238,7 +246,11 @@ class FakeStream:
         if finished:
             self.abort()
         num_cached_tokens = self._script.num_cached_tokens
-        return RequestOutput(self.request_id, None, self._prompt_ids, outputs, finished, num_cached_tokens)
+        output = RequestOutput(self.request_id, None, self._prompt_ids, outputs, finished, num_cached_tokens)
+        if (wanted := self._params.prompt_logprobs) is None:
+            return output
+        entries = [logprobs_of(token_id, wanted) for token_id in self._prompt_ids[1:]]
+        return dataclasses.replace(output, prompt_logprobs=[None, *entries])
 
     async def _pause(self) -> None:
         self._check_alive()
@@ -263,7 +275,16 @@ class FakeStream:
         elif finish_reason is None and any(stop.startswith(text[-1]) for stop in self._stops):
             text = text[:-1]  # held back: it may be the start of a stop string
         token_ids = [ord(character) for character in whole[: self._num_tokens]]
-        return CompletionOutput(index, text, token_ids, finish_reason, stop_reason)
+        logprobs = None
+        if (wanted := self._params.logprobs) is not None:
+            logprobs = [logprobs_of(token_id, wanted) for token_id in token_ids]
+        return CompletionOutput(index, text, token_ids, finish_reason, stop_reason, logprobs=logprobs)
+
+
+def logprobs_of(token_id: int, wanted: int) -> dict[int, Logprob]:
+    """Of a token that ranks third, with the letters from A on before and behind it."""
+    entry = {token_id: Logprob(-1.5, 3, chr(token_id))}
+    return entry | {65 + i: Logprob(-0.5 * (i + 1), i + 1, chr(65 + i)) for i in range(wanted)}
 
 
 def _content_text(content: Any) -> str:

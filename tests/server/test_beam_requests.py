@@ -102,6 +102,7 @@ def test_a_streamed_chat_gives_the_text_of_each_choice_at_once(client: httpx.Cli
         ("temperature", 0.7), ("temperature", 1), ("top_p", 0.9), ("top_k", 5), ("min_p", 0.1), ("min_tokens", 1),
         ("stop", "x"), ("stop", ["x"]), ("stop", ""), ("include_stop_str_in_output", True), ("logit_bias", {"5": 1}),
         ("presence_penalty", 0.5), ("repetition_penalty", 1.1), ("logprobs", True), ("bad_words", ["x"]),
+        ("logprobs", 0), ("frequency_penalty", -1), ("allowed_token_ids", [1]), ("prompt_logprobs", 0),
     ],
 )  # fmt: skip
 def test_what_a_search_has_no_use_for_is_refused_never_ignored(

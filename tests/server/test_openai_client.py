@@ -62,7 +62,7 @@ def test_errors_become_the_clients_own(openai_client: openai.OpenAI, engine: Fak
         openai_client.completions.create(model="no-such", prompt="a")
     assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as refused:
-        openai_client.completions.create(model="fake", prompt="a", logprobs=3)
+        openai_client.completions.create(model="fake", prompt="a", logprobs=30)
     assert refused.value.param == "logprobs"
     engine.scripts["faulty"] = Script(fail_after=2, delay=0.02)
     with pytest.raises(openai.APIError, match="internal server error"):

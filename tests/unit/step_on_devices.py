@@ -17,7 +17,7 @@ from jaxpage.models.params import map_weights
 from jaxpage.models.registry import model_for
 from jaxpage.ops.attention import KV_CACHE_SPEC
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.plan import NUM_EDITS, pack_edits, pack_forks
+from jaxpage.runner.plan import NUM_EDITS, pack_edits, pack_forks, rules_layout
 from jaxpage.runner.state import empty_kv_cache, empty_state
 from jaxpage.runner.step import ProgramConfig, compile_fork, compile_step
 from jaxpage.runner.step_table import StepTable
@@ -58,7 +58,11 @@ def serve(hf: dict[str, Any], num_devices: int) -> dict[str, Any]:
         model.param_specs(config),
     )
     layout = plan_layout(model.kv_specs(config), BLOCK_SIZE)
-    state = empty_state(NUM_ROWS, MAX_MODEL_LEN, len(layout.groups), BLOCK_SIZE, 4)
+    state = empty_state(
+        *(NUM_ROWS, MAX_MODEL_LEN, len(layout.groups), BLOCK_SIZE, 4),
+        rules_size=rules_layout(config.vocab_size).size,
+        hidden=jnp.zeros((PREFILL.num_tokens, config.hidden_size)),
+    )
     num_blocks = state.block_tables.size + 1
     token_ids = np.zeros(state.token_ids.shape, np.int32)
     for row, length in enumerate(PROMPT_LENS):
@@ -73,6 +77,7 @@ def serve(hf: dict[str, Any], num_devices: int) -> dict[str, Any]:
         temperature=np.array([0, 0, 1, 0.7, 0], np.float32),
         top_k=np.array([0, 0, 0, 20, 0], np.int32),
         top_p=np.ones(NUM_ROWS, np.float32),
+        repetition_penalty=np.ones(NUM_ROWS, np.float32),
         seed=rng.integers(0, 2**32, (NUM_ROWS, 2)).astype(np.uint32),
     )
     state = jax.tree.map(put, state)

@@ -464,6 +464,52 @@ def test_ending_a_request_from_outside_leaves_ended_sequences_as_they_are() -> N
     assert output.finished
 
 
+# Rules about tokens.
+
+
+def test_bad_words_go_to_the_engine_as_they_stand_within_a_word_and_at_its_start() -> None:
+    params = SamplingParams(bad_words=("ab", " c", "ab"))
+    encoded = [TOKENIZER.encode(text) for text in ("ab", " ab", " c")]
+    assert opened(params=params).message.bad_words == encoded
+
+
+def test_b17_bad_words_that_are_too_long_or_too_many_are_refused() -> None:
+    error = refusal(params=SamplingParams(bad_words=("ok", "x" * 16)))
+    assert error.param == "bad_words"
+    assert "of 17 tokens, and 16 is the most" in str(error)
+    assert len(opened(params=SamplingParams(bad_words=("x" * 15,))).message.bad_words) == 2
+    error = refusal(params=SamplingParams(bad_words=tuple(f"w{i}" for i in range(150))))
+    assert "300 sequences of several tokens, and 256 fit" in str(error)
+
+
+@pytest.mark.parametrize("options", [{"logit_bias": {EOS + 1: 5}}, {"allowed_token_ids": (1, EOS + 1)}])
+def test_a16_tokens_beyond_the_vocabulary_are_refused_by_value_and_limit(options: dict[str, Any]) -> None:
+    [name] = options
+    error = refusal(params=SamplingParams(**options))
+    assert error.param == name
+    assert str(error) == f"{name} holds {EOS + 1}, and token ids are below {EOS + 1}"
+
+
+def test_options_that_leave_no_token_to_generate_are_refused() -> None:
+    [a] = TOKENIZER.encode("a")
+    nothing: list[dict[str, Any]] = [
+        {"allowed_token_ids": (EOS,), "min_tokens": 1},
+        {"allowed_token_ids": (7, EOS), "stop_token_ids": (7,), "min_tokens": 1},
+        {"allowed_token_ids": (a,), "bad_words": ("a",)},
+    ]
+    for options in nothing:
+        error = refusal(params=SamplingParams(**options))
+        assert error.param == "allowed_token_ids"
+        assert "leaves no token to generate" in str(error)
+    something: list[dict[str, Any]] = [
+        {"allowed_token_ids": (EOS,)},
+        {"allowed_token_ids": (EOS,), "min_tokens": 1, "ignore_eos": True},
+        {"allowed_token_ids": (a, 7), "bad_words": ("a",)},
+    ]
+    for options in something:
+        opened(params=SamplingParams(**options))
+
+
 # Log-probabilities.
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpage.ops.kv_spec import KVGroup, KVLayout, KVSpec
+from jaxpage.ops.token_rules import ANY_TOKEN
 from jaxpage.request import Request
 from jaxpage.runner.plan import (
     AdmittedRow,
@@ -14,10 +15,18 @@ from jaxpage.runner.plan import (
     pack_admission,
     pack_edits,
     pack_forks,
+    pack_rules,
+    rules_layout,
     unpack_admission,
     unpack_forks,
 )
-from jaxpage.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxpage.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from jaxpage.scheduler import AdmittedRequest, RowFork, SchedulerOutput
 
 NOWHERE = np.iinfo(np.int32).max
@@ -138,6 +147,10 @@ def test_an_admission_is_unpacked_as_it_was_packed(layout: KVLayout) -> None:
             min_tokens=rng.randint(0, 9),
             max_tokens=None,
             logprobs=rng.randint(0, 20),
+            repetition_penalty=rng.uniform(0.1, 2),
+            presence_penalty=rng.uniform(-2, 2),
+            frequency_penalty=rng.uniform(-2, 2),
+            logit_bias=rng.choice([{}, {5: 1}]),
         )
         packed = pack_admission(given, CAPACITY, layout)
         assert packed.dtype == np.int32
@@ -153,7 +166,10 @@ def test_an_admission_is_unpacked_as_it_was_packed(layout: KVLayout) -> None:
         assert int(row.num_logprobs) == params.logprobs
         assert np.asarray(row.token_ids)[: len(given.token_ids)].tolist() == given.token_ids
         assert row.token_ids.shape == (CAPACITY,)
-        for name in ("temperature", "top_p", "min_p"):
+        assert row.has_rules.dtype == bool
+        assert bool(row.has_rules) == bool(params.logit_bias)
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in ("temperature", "top_p", "min_p", *penalties):
             value = np.asarray(getattr(row, name))
             assert value.dtype == np.float32
             assert value == np.float32(getattr(params, name))
@@ -227,3 +243,55 @@ def test_a_resumed_request_is_packed_with_its_output_and_its_own_prompt_length()
     row = unpacked(resumed)
     assert (int(row.num_tokens), int(row.num_prompt_tokens), int(row.num_computed_tokens)) == (4, 2, 0)
     assert np.asarray(row.token_ids)[:4].tolist() == [1, 2, 8, 9]
+
+
+# Rules.
+
+VOCAB_SIZES = [1, 31, 32, 33, 70]
+
+
+def rules_of(vocab_size: int, bad_words: list[list[int]] | None = None, **options: object) -> dict[str, np.ndarray]:
+    """What arrives on the device, by field; `allowed` as the ids of the bits that are set."""
+    params = SamplingParams(**options)  # type: ignore[arg-type]
+    request = Request("r", [1], params, 0, 16, frozenset(), bad_words=bad_words or [])
+    packed, layout = pack_rules(7, request, vocab_size), rules_layout(vocab_size)
+    assert (packed.dtype, packed.shape, packed[0]) == (np.int32, (1 + layout.size,), 7)
+    # Beside another row's, which must not be mixed with it.
+    rules = layout.unpack(jax.numpy.stack([packed[1:] * 0, packed[1:]]))
+    fields = {name: np.asarray(getattr(rules, name))[1] for name in ("allowed", "bias_ids", "bias", "bad_words")}
+    assert fields["allowed"].shape == (vocab_size,)
+    return fields | {"allowed": np.flatnonzero(fields["allowed"])}
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_without_rules_of_its_kind_a_request_may_draw_every_token(vocab_size: int) -> None:
+    rules = rules_of(vocab_size)
+    assert rules["allowed"].tolist() == list(range(vocab_size))
+    assert (rules["bias_ids"] == NOWHERE).all()
+    assert (rules["bad_words"][:, -1] == NOWHERE).all()
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_allowed_tokens_arrive_less_the_bad_words_of_one_token(vocab_size: int) -> None:
+    allowed = sorted({0, vocab_size // 2, vocab_size - 1})
+    assert rules_of(vocab_size, allowed_token_ids=allowed)["allowed"].tolist() == allowed
+    assert rules_of(vocab_size, [[0]], allowed_token_ids=allowed)["allowed"].tolist() == allowed[1:]
+    assert rules_of(vocab_size, [[0]])["allowed"].tolist() == list(range(1, vocab_size))
+
+
+@pytest.mark.parametrize("count", [0, 1, MAX_LOGIT_BIAS])
+def test_biases_arrive_with_their_tokens(count: int) -> None:
+    biases = {3 * i: i / 7 - 2 for i in range(count)}
+    rules = rules_of(3 * MAX_LOGIT_BIAS, logit_bias=biases)
+    assert rules["bias_ids"].tolist() == [*biases, *[NOWHERE] * (MAX_LOGIT_BIAS - count)]
+    assert rules["bias"][:count].tolist() == np.array(list(biases.values()), np.float32).tolist()
+
+
+@pytest.mark.parametrize("count", [0, 1, MAX_BAD_WORDS])
+def test_bad_words_of_several_tokens_arrive_with_their_ends_aligned(count: int) -> None:
+    words = [[i + 1] * (2 + i % (MAX_BAD_WORD_TOKENS - 1)) for i in range(count)]
+    arrived = rules_of(500, [[3], *words, [4]])["bad_words"]
+    assert arrived.shape == (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
+    for word, found in zip(words, arrived.tolist(), strict=False):
+        assert found == [ANY_TOKEN] * (MAX_BAD_WORD_TOKENS - len(word)) + word
+    assert (arrived[count:, -1] == NOWHERE).all()

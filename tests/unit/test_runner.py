@@ -184,7 +184,7 @@ def test_a25_a_request_that_cannot_be_queued_ends_alone(
     assert tokens == varied_alone[good.request_id]
 
 
-def test_sequences_beams_and_log_probabilities_trace_and_compile_nothing(
+def test_sequences_beams_log_probabilities_and_rules_trace_and_compile_nothing(
     engine: EngineCore, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = dict(trace_counts)
@@ -193,6 +193,11 @@ def test_sequences_beams_and_log_probabilities_trace_and_compile_nothing(
         request("several", 40, 12, n=5, temperature=1.0),
         request("two", 16, 12, n=2, temperature=1.0, logprobs=3),
         request("alternatives", 50, 12, logprobs=20),
+        request("vocabulary", 50, 12, logprobs=-1),
+        request("prompt", 100, 2, prompt_logprobs=5),
+        request("whole prompt", 70, 2, prompt_logprobs=-1),
+        request("penalties", 30, 12, repetition_penalty=1.2, presence_penalty=1, frequency_penalty=-1),
+        request("rules", 30, 12, logit_bias={5: 3}, allowed_token_ids=(5, 6, 7)),
         beams("narrow", 33, 10, beam_width=1),
         beams("wide", 20, 10, beam_width=8),
         beams("many ends", 5, 10, beam_width=4, stop_token_ids=tuple(range(3, 31))),

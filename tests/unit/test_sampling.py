@@ -9,47 +9,20 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sampler_reference import device_states, reference_logprobs, reference_support
 
-from jaxpage.ops.sampling import SamplingState, TokenLogprobs, _filter, sample, token_logprobs
+from jaxpage.ops.sampling import TokenLogprobs, exponential_noise, filter_probabilities, sample, token_logprobs
 from jaxpage.sampling_params import SamplingParams
 
 ROWS, VOCAB = 8, 97
 NUM_DRAWS = 4096
-UNUSED = 2**31 - 1
-run_sample, run_filter = jax.jit(sample), jax.jit(_filter)
+run_sample, run_filter = jax.jit(sample), jax.jit(filter_probabilities)
+run_noise = jax.jit(exponential_noise, static_argnums=2)
 run_logprobs = jax.jit(token_logprobs, static_argnames="k")
-DEFAULTS: dict[str, Any] = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "seed": 0,
-    "position": 10,
-    "min_position": 0,
-    "stop_token_ids": (),
-}
-
-
-def state(rows: Sequence[dict[str, Any]]) -> SamplingState:
-    """Rows of options; what a row leaves out is off."""
-    full = [DEFAULTS | row for row in rows]
-    seeds = [row["seed"] & (2**64 - 1) for row in full]
-
-    def column(name: str, dtype: Any) -> jax.Array:
-        return jnp.array([row[name] for row in full], dtype)
-
-    return SamplingState(
-        **{name: column(name, jnp.float32) for name in ("temperature", "top_p", "min_p")},
-        **{name: column(name, jnp.int32) for name in ("top_k", "position", "min_position")},
-        seed=jnp.array([[seed >> 32, seed & (2**32 - 1)] for seed in seeds], jnp.uint32),
-        stop_token_ids=jnp.array(
-            [[*row["stop_token_ids"], *[UNUSED] * (4 - len(row["stop_token_ids"]))] for row in full], jnp.int32
-        ),
-    )
 
 
 def draw(logits: np.ndarray, rows: Sequence[dict[str, Any]]) -> list[int]:
-    tokens: list[int] = np.asarray(run_sample(jnp.asarray(logits), state(rows))).tolist()
+    tokens: list[int] = np.asarray(run_sample(jnp.asarray(logits), *device_states(rows, logits.shape[1]))).tolist()
     return tokens
 
 
@@ -59,29 +32,11 @@ def random_logits(seed: int = 0, rows: int = ROWS) -> np.ndarray:
 
 def kept(logits: np.ndarray, rows: Sequence[dict[str, Any]]) -> np.ndarray:
     """What the filter leaves, as [rows, vocab] bool; what it leaves is unchanged."""
-    got = np.asarray(run_filter(jnp.asarray(logits), state(rows)))
-    is_kept = got > -np.inf
-    np.testing.assert_array_equal(got[is_kept], logits[is_kept])
+    probabilities = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    got = np.asarray(run_filter(jnp.asarray(probabilities), device_states(rows, logits.shape[1])[0]))
+    is_kept = got > 0
+    np.testing.assert_array_equal(got[is_kept], probabilities[is_kept])
     return is_kept
-
-
-def support(logits: np.ndarray, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, slack: float = 0.0) -> set[int]:
-    """Tokens that min-p, then top-k, then top-p leave of one row; ties with the last one stay.
-
-    `slack` loosens the two thresholds of probability, which float32 cannot meet exactly; below 0 it tightens them.
-    """
-    exact = logits.astype(np.float64)
-    probabilities = np.exp(exact - exact.max())
-    probabilities[probabilities < min(min_p * (1 - slack), 1)] = 0  # the most probable one is 1 exactly
-    ordered = np.sort(probabilities)[::-1]
-    if 0 < top_k < len(ordered):
-        probabilities[probabilities < ordered[top_k - 1]] = 0
-    probabilities /= probabilities.sum()
-    ordered = np.sort(probabilities)[::-1]
-    if top_p < 1:
-        enough = int(np.argmax(np.cumsum(ordered) >= min(top_p + slack, 1 - 1e-12)))
-        probabilities[probabilities < ordered[enough]] = 0
-    return set(np.flatnonzero(probabilities > 0).tolist())
 
 
 def test_temperature_zero_takes_the_argmax_of_every_row() -> None:
@@ -137,7 +92,7 @@ def test_draws_depend_on_seed_and_position_alone(num_rows: int) -> None:
         {"temperature": 0.0},
         {"temperature": 0.01, "seed": 7},
         {"top_k": 3, "top_p": 0.5, "seed": 8},
-        {"min_position": 90, "stop_token_ids": (1, 2, 3), "seed": 9},
+        {"min_tokens": 90, "stop_token_ids": (1, 2, 3), "seed": 9},
         {"seed": 7, "position": 34},
     ]
     alone = [draw(logits, [request])[0] for request in requests]
@@ -172,12 +127,80 @@ def test_frequencies_of_draws_match_the_distribution(options: dict[str, Any], va
 
     scaled = row / options.get("temperature", 1.0)
     filters = {name: value for name, value in options.items() if name != "temperature"}
-    allowed = sorted(support(scaled, **filters))
+    allowed = np.flatnonzero(reference_support(scaled, filters))
     assert counts.sum() == counts[allowed].sum()
     expected = np.exp(scaled[allowed].astype(np.float64))
     expected *= NUM_DRAWS / expected.sum()
     chi_square = float(((counts[allowed] - expected) ** 2 / expected).sum())
     assert chi_square < 30  # 7 degrees of freedom at most: by chance once in 10,000 seeds
+
+
+# The noise.
+
+NUM_KEYS, NUM_NOISES = 64, 4096
+
+
+def uniform_noise(seeds: Sequence[int], positions: Sequence[int], count: int) -> np.ndarray:
+    """The noise as numbers that are uniform in (0, 1), [keys, count] float64."""
+    halves = jnp.array([[seed >> 32, seed & (2**32 - 1)] for seed in seeds], jnp.uint32)
+    noise = np.asarray(run_noise(halves, jnp.array(positions, jnp.int32), count))
+    assert np.all((noise > 0) & (noise < 40))
+    return np.exp(-noise.astype(np.float64))
+
+
+KEYS = {
+    "seeds": (range(NUM_KEYS), [100] * NUM_KEYS),
+    "positions": ([5] * NUM_KEYS, range(NUM_KEYS)),
+    "seed and position together": (range(NUM_KEYS), range(NUM_KEYS)),
+    "high half of the seed": ([i << 32 for i in range(NUM_KEYS)], [0] * NUM_KEYS),
+}
+
+
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS.keys())
+def test_noise_is_exponential_for_neighbouring_keys(keys: tuple[Sequence[int], Sequence[int]]) -> None:
+    """Kolmogorov-Smirnov over all, and over the noise of each key and of each token by itself."""
+    uniform = uniform_noise(*keys, NUM_NOISES)
+
+    def distances(samples: np.ndarray) -> np.ndarray:
+        """The largest distance from the uniform distribution of each row, times the root of its length."""
+        count = samples.shape[1]
+        ordered, steps = np.sort(samples, axis=1), np.arange(count + 1) / count
+        largest = np.maximum(np.abs(ordered - steps[1:]), np.abs(ordered - steps[:-1])).max(axis=1)
+        return np.asarray(largest * np.sqrt(count))
+
+    assert distances(uniform.reshape(1, -1))[0] < 2.2  # by chance once in 8,000
+    assert distances(uniform).max() < 2.7  # once in a million, for each of the keys
+    assert distances(uniform.T).max() < 2.9
+
+
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS.keys())
+def test_noise_of_neighbouring_keys_and_tokens_is_uncorrelated(keys: tuple[Sequence[int], Sequence[int]]) -> None:
+    centred = uniform_noise(*keys, NUM_NOISES) - 0.5
+    between_keys = np.corrcoef(centred)[~np.eye(NUM_KEYS, dtype=bool)]
+    between_tokens = np.array([np.mean(centred[:, :-lag] * centred[:, lag:]) * 12 for lag in (1, 2, 3, 32, 1024)])
+    assert np.abs(between_keys).max() < 5.5 / np.sqrt(NUM_NOISES)
+    assert np.abs(between_tokens).max() < 5 / np.sqrt(NUM_KEYS * (NUM_NOISES - 1024))
+
+
+def test_every_bit_of_seed_and_position_changes_all_of_the_noise() -> None:
+    changes = [(1 << bit, 0) for bit in range(64)] + [(0, 1 << bit) for bit in range(31)]
+    uniform = uniform_noise([seed for seed, _ in changes], [position for _, position in changes], NUM_NOISES)
+    [base] = uniform_noise([0], [0], NUM_NOISES)
+    below = (uniform < 0.5) ^ (base < 0.5)
+    assert np.abs(below.mean(axis=1) - 0.5).max() < 5 / np.sqrt(4 * NUM_NOISES)
+
+
+def test_tokens_of_a_large_vocabulary_win_as_often_as_they_are_probable() -> None:
+    """Each of 262,144 equal tokens: winners fall into 16 ranges alike, few twice, and noise gets as small as it may."""
+    vocab_size, num_draws = 262_144, 128
+    halves = jnp.stack([jnp.zeros(num_draws, jnp.uint32), jnp.arange(num_draws, dtype=jnp.uint32)], axis=1)
+    noise = np.asarray(run_noise(halves, jnp.full(num_draws, 9, jnp.int32), vocab_size))
+    winners = noise.argmin(axis=1)
+    counts = np.bincount(winners // (vocab_size // 16), minlength=16)
+    assert float(((counts - num_draws / 16) ** 2 / (num_draws / 16)).sum()) < 45  # 15 degrees of freedom
+    assert len(set(winners.tolist())) > num_draws - 4
+    assert 20 < np.sum(noise < 2.0**-19.5) < 80  # 45 expected; with 24 bits, they would be multiples of 2**-24
+    assert len(np.unique(noise[noise < 2.0**-16] % 2.0**-24)) > 100
 
 
 ROW_FILTERS = st.fixed_dictionaries(
@@ -203,7 +226,8 @@ def test_filters_keep_what_a_sorted_reference_keeps(rows: list[dict[str, Any]], 
         np.float32
     )
     for row, (got, options) in enumerate(zip(kept(logits, rows), rows, strict=True)):
-        least, most = (support(logits[row], **options, slack=slack) for slack in (-1e-5, 1e-5))
+        supports = (reference_support(logits[row], options, slack=slack) for slack in (-1e-5, 1e-5))
+        least, most = (set(np.flatnonzero(support).tolist()) for support in supports)
         tokens = set(np.flatnonzero(got).tolist())
         assert least <= tokens <= most, f"{options}: {tokens - most} too many, {least - tokens} missing"
         assert int(logits[row].argmax()) in tokens
@@ -234,18 +258,18 @@ def test_the_smallest_top_p_that_a_request_may_have_keeps_the_most_probable_toke
         assert np.flatnonzero(got).tolist() == [int(row.argmax())]
 
 
-def test_stop_tokens_are_masked_before_the_minimum_position_only() -> None:
+def test_stop_tokens_are_masked_before_the_minimum_length_only() -> None:
     logits = random_logits(5)
     logits[:, 20], logits[:, 30], logits[:, 40] = 60, 50, 40
-    early = {"position": 11, "min_position": 12}
+    early = {"output": (7,), "min_tokens": 2}
     rows = [
         early | {"temperature": 0.0, "stop_token_ids": (20, 30)},
         early | {"temperature": 1.0, "stop_token_ids": (20, 30)},
         early | {"temperature": 1.0, "stop_token_ids": (20,), "top_k": 1},
         early | {"temperature": 0.0},
-        {"position": 12, "min_position": 12, "temperature": 0.0, "stop_token_ids": (20, 30)},
-        {"position": 12, "min_position": 12, "temperature": 1.0, "stop_token_ids": (20, 30)},
-        {"position": 13, "min_position": 12, "temperature": 0.0, "stop_token_ids": (20,)},
+        {"output": (7, 8), "min_tokens": 2, "temperature": 0.0, "stop_token_ids": (20, 30)},
+        {"output": (7, 8), "min_tokens": 2, "temperature": 1.0, "stop_token_ids": (20, 30)},
+        {"output": (7, 8, 9), "min_tokens": 2, "temperature": 0.0, "stop_token_ids": (20,)},
         {"temperature": 0.0, "stop_token_ids": (20, 30)},
     ]
     assert draw(logits, rows) == [40, 40, 30, 20, 20, 20, 20, 20]
@@ -259,18 +283,13 @@ def logprobs_of(logits: np.ndarray, tokens: Sequence[int], wanted: Sequence[int]
     return jax.tree.map(np.asarray, got)
 
 
-def exact_logprobs(logits: np.ndarray) -> np.ndarray:
-    exact = logits.astype(np.float64)
-    return exact - np.logaddexp.reduce(exact, axis=-1, keepdims=True)
-
-
 @pytest.mark.parametrize("k", [1, 5, VOCAB, VOCAB + 1, 500])
 @pytest.mark.parametrize("scale", [0.1, 1, 10, 1000])
 def test_log_probabilities_equal_the_float64_reference(k: int, scale: float) -> None:
     """Also with a vocabulary smaller than `k`, of which all tokens are reported."""
     logits = random_logits(1) * np.float32(scale) / 3
     tokens = np.random.default_rng(2).integers(VOCAB, size=ROWS)
-    expected = exact_logprobs(logits)
+    expected = reference_logprobs(logits)
     got = logprobs_of(logits, tokens.tolist(), [0] * ROWS, k)
     tolerance = 1e-5 * max(1, scale)  # float32 holds a logit of 3000 to 1e-4
     of_tokens = expected[np.arange(ROWS), tokens]
@@ -297,5 +316,5 @@ def test_one_row_that_asks_is_enough_and_none_gives_zeros(asking: int) -> None:
     assert not any(field.any() for field in jax.tree.leaves(nothing))
     wanted[asking] = 0
     got = logprobs_of(logits, [5] * ROWS, wanted, 4)
-    np.testing.assert_allclose(got.token[asking], exact_logprobs(logits)[asking, 5], atol=1e-5)
+    np.testing.assert_allclose(got.token[asking], reference_logprobs(logits)[asking, 5], atol=1e-5)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), nothing) == jax.tree.map(lambda a: (a.shape, a.dtype), got)

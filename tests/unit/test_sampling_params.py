@@ -9,6 +9,7 @@ from jaxpage.errors import JaxpageError, RequestError
 from jaxpage.sampling_params import (
     MAX_BEAM_WIDTH,
     MAX_LENGTH_PENALTY,
+    MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_TOKEN_IDS,
@@ -31,7 +32,14 @@ ACCEPTED: list[tuple[str, list[Any]]] = [
     ("ignore_eos", [False, True]),
     ("skip_special_tokens", [False, True]),
     ("n", [1, 2, MAX_N]),
-    ("logprobs", [None, 0, 1, MAX_LOGPROBS]),
+    ("logprobs", [None, -1, 0, 1, MAX_LOGPROBS]),
+    ("prompt_logprobs", [None, -1, 0, 1, MAX_LOGPROBS]),
+    ("repetition_penalty", [0.001, 0.5, 1, 1.3, 1000]),
+    ("presence_penalty", [-2, -0.5, 0, 2.0]),
+    ("frequency_penalty", [-2, -0.5, 0, 2.0]),
+    ("logit_bias", [{}, {0: -100}, {5: 100.0, 7: 0}, dict.fromkeys(range(MAX_LOGIT_BIAS), 1.5)]),
+    ("allowed_token_ids", [None, (0,), (5, 7), tuple(range(50_000))]),
+    ("bad_words", [(), ("a",), ("two words", " x", "\U0001f999")]),
     ("skip_reading_prefix_cache", [False, True]),
 ]
 NAN, INF = float("nan"), float("inf")
@@ -49,7 +57,14 @@ REFUSED: list[tuple[str, list[Any]]] = [
     ("ignore_eos", [0, 1, None, "yes"]),
     ("skip_special_tokens", [0, 1, None, "yes"]),
     ("n", [0, -1, MAX_N + 1, 1.5, "2", None, True]),
-    ("logprobs", [-1, MAX_LOGPROBS + 1, 1.0, "5", False]),
+    ("logprobs", [-2, MAX_LOGPROBS + 1, 1.0, "5", False]),
+    ("prompt_logprobs", [-2, MAX_LOGPROBS + 1, 1.0, "5", False]),
+    ("repetition_penalty", [0, 0.0, -1, 1e-9, 1001, NAN, INF, "1", None, True]),
+    ("presence_penalty", [-2.001, 2.001, NAN, INF, "0", None, False]),
+    ("frequency_penalty", [-2.001, 2.001, NAN, INF, "0", None, False]),
+    ("logit_bias", [None, 5, "x", [5], [(5, 1)]]),
+    ("allowed_token_ids", [(), (-1,), (5, -1), (1.5,), ("a",), (True,)]),
+    ("bad_words", [("",), ("a", " "), ("\n\t",), (1,), (None,)]),
     ("skip_reading_prefix_cache", [0, 1, None, "yes"]),
 ]
 BEAM_ACCEPTED: list[tuple[str, list[Any]]] = [
@@ -90,9 +105,29 @@ def test_a_value_up_to_the_edge_is_accepted_and_kept(name: str, value: Any) -> N
 @pytest.mark.parametrize(("name", "value"), cases(REFUSED))
 def test_a_value_beyond_the_edge_is_refused_by_field_and_value(name: str, value: Any) -> None:
     error = refusal(**{name: value})
-    culprit = value[-1] if isinstance(value, tuple) else value
+    culprit = value[-1] if isinstance(value, tuple) and value else value
     assert error.param == name
     assert str(error).startswith(f"{name} is {culprit!r}: it must be ")
+
+
+@pytest.mark.parametrize("bias", [{-1: 5}, {"5": 5}, {1.0: 5}, {True: 5}, {5: "x"}, {5: None}, {5: NAN}, {5: True}])
+def test_a16_a_bias_that_is_no_number_or_has_no_token_is_refused(bias: dict[Any, Any]) -> None:
+    error = refusal(logit_bias={3: 1.0} | bias)
+    [(token_id, value)] = bias.items()
+    culprit = value if token_id == 5 and isinstance(token_id, int) and not isinstance(token_id, bool) else token_id
+    assert error.param == "logit_bias"
+    assert str(error).startswith(f"logit_bias is {culprit!r}: it must be a mapping whose ")
+
+
+def test_a16_a_bias_beyond_100_counts_as_100() -> None:
+    params = SamplingParams(logit_bias={1: 1000, 2: -1e300, 3: 99.5})
+    assert params.logit_bias == {1: 100, 2: -100, 3: 99.5}
+
+
+def test_more_biases_than_fit_are_refused_with_their_number() -> None:
+    error = refusal(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0))
+    assert f"{MAX_LOGIT_BIAS + 1} ids" in str(error)
+    assert f"at most {MAX_LOGIT_BIAS}" in str(error)
 
 
 @pytest.mark.parametrize(("name", "value"), cases(BEAM_ACCEPTED))

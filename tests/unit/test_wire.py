@@ -21,6 +21,13 @@ FULL_PARAMS = SamplingParams(
     skip_special_tokens=False,
     n=128,
     logprobs=0,
+    prompt_logprobs=-1,
+    repetition_penalty=1.25,
+    presence_penalty=-2,
+    frequency_penalty=0.1,
+    logit_bias={0: -100, 49151: 0.5},
+    allowed_token_ids=(0, 49151),
+    bad_words=("🦙", " two words"),
     skip_reading_prefix_cache=True,
 )
 FULL_BEAM = BeamSearchParams(
@@ -38,6 +45,7 @@ TO_ENGINE: list[wire.ToEngine] = [
     wire.AddRequest("r-2", list(range(5000)), SamplingParams(temperature=0, max_tokens=1), -(2**63), 2**31),
     wire.AddRequest("r-3", [1], SamplingParams(), 0, 7, -(2**63) + 1, "salt: 🦙", FULL_BEAM),
     wire.AddRequest("r-4", [1], SamplingParams(), 0, 7, beam=BeamSearchParams(beam_width=1, early_stopping=True)),
+    wire.AddRequest("r-5", [1], SamplingParams(bad_words=("a",)), 0, 7, bad_words=[[1], [2, 3]]),
     wire.AbortRequests([]),
     wire.AbortRequests(["r-1", "r-2#7"]),
     wire.Call(2**40, "kv_cache_snapshot"),
@@ -61,6 +69,8 @@ FROM_ENGINE: list[wire.FromEngine] = [
                 "r-1", [5], num_cached_tokens=16, logprobs=wire.TokenLogprobs(-0.25, 2, [(7, -0.1), (5, -0.25)])
             ),
             wire.TokenOutput("r-1#1", [6], logprobs=wire.TokenLogprobs(-9.5, 100, [])),
+            wire.TokenOutput("r-4", [6], logprobs=wire.TokenLogprobs(-9.5, 100, [], b"\x00\xff" * 100)),
+            wire.TokenOutput("r-5", [6], prompt_logprobs=[wire.TokenLogprobs(-9.5, 1, [(3, -9.5)])]),
             wire.BeamOutput("r-2", [wire.BeamSequence([5, 2], -1.5, -0.75, "stop")], 32),
             wire.BeamOutput("r-3", []),
         ],

@@ -1,0 +1,124 @@
+"""Log-probabilities that a step does not report itself: at the tokens of prompts, and of whole vocabularies.
+
+In: the hidden states that a step leaves on the device, and who asks for what. Out: numbers on their way to the host.
+Two small programs look at a few of the step's tokens at a time: no step program grows by what few requests ask for.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+from jaxpage.ops.sampling import TokenLogprobs as DeviceLogprobs
+from jaxpage.request import Request
+from jaxpage.runner.step_table import Ints
+from jaxpage.scheduler import PromptLogprobs, SchedulerOutput
+from jaxpage.wire import TokenLogprobs
+
+NUM_SCORED_TOKENS, NUM_SCORED_ROWS = 64, 4
+"""Tokens that a program scores at a time; whole vocabularies are large."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A token whose log-probabilities are asked for."""
+
+    place: int
+    """Of its request among those of the step."""
+    position: int
+    """Whose hidden state tells of the token behind it."""
+    index: int
+    """Of that position among the tokens of the step."""
+    target: int
+    """The token, -1 for one that the step draws."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a step's requests ask for, in parts that are on their way to the host."""
+
+    tokens: list[_Asked] = field(default_factory=list)
+    rows: list[_Asked] = field(default_factory=list)
+    """The same where whole vocabularies are asked for."""
+    token_parts: list[DeviceLogprobs] = field(default_factory=list)
+    """`NUM_SCORED_TOKENS` of `tokens` each."""
+    row_parts: list[jax.Array] = field(default_factory=list)
+    """`NUM_SCORED_ROWS` of `rows` each, as [NUM_SCORED_ROWS, vocab] float32."""
+
+
+Program = Callable[[np.ndarray], Any]
+"""Takes what a program is told, and gives its result on the device."""
+
+
+def dispatch_scores(output: SchedulerOutput, first_tokens: Ints, *, score: Program, score_rows: Program) -> Scores:
+    """Score what a step's requests ask for. first_tokens: [requests], of each among the tokens of the step."""
+    scores = Scores()
+    for place, (request, query_len) in enumerate(zip(output.requests, output.query_lens, strict=True)):
+        start = int(first_tokens[place])
+        prompt = scores.rows if request.num_prompt_logprobs == -1 else scores.tokens
+        prompt.extend(_in_prompt(request, place, query_len, start))
+        if request.params.logprobs == -1 and request.num_computed_tokens >= request.num_prompt_tokens:
+            scores.rows.append(_Asked(place, request.num_computed_tokens - 1, start + query_len - 1, -1))
+    for at in range(0, len(scores.tokens), NUM_SCORED_TOKENS):
+        packed = np.zeros((2, NUM_SCORED_TOKENS), np.int32)
+        for i, asked in enumerate(scores.tokens[at : at + NUM_SCORED_TOKENS]):
+            packed[:, i] = asked.index, asked.target
+        scores.token_parts.append(_sent_back(score(packed)))
+    for at in range(0, len(scores.rows), NUM_SCORED_ROWS):
+        indices = np.zeros(NUM_SCORED_ROWS, np.int32)
+        for i, asked in enumerate(scores.rows[at : at + NUM_SCORED_ROWS]):
+            indices[i] = asked.index
+        scores.row_parts.append(_sent_back(score_rows(indices)))
+    return scores
+
+
+def _sent_back(result: Any) -> Any:
+    for array in jax.tree.leaves(result):
+        array.copy_to_host_async()
+    return result
+
+
+def _in_prompt(request: Request, place: int, query_len: int, start: int) -> Iterator[_Asked]:
+    """What a request asks for of its prompt among the `query_len` tokens that it has from `start` on in the step."""
+    if request.num_prompt_logprobs is None:
+        return
+    first = request.num_computed_tokens - query_len
+    for position in range(first, min(request.num_computed_tokens, request.num_prompt_tokens - 1)):
+        yield _Asked(place, position, start + position - first, request.prompt_token_ids[position + 1])
+
+
+def fetch_scores(
+    scores: Scores, requests: Sequence[Request], drawn: Sequence[TokenLogprobs | None]
+) -> tuple[list[PromptLogprobs | None], list[TokenLogprobs | None]]:
+    """Wait for scores: what each request of the step asks for of its prompt, and `drawn` with whole vocabularies."""
+    prompts: list[PromptLogprobs | None] = [None] * len(requests)
+    with_rows = list(drawn)
+
+    def add(asked: _Asked, found: TokenLogprobs) -> None:
+        if (prompt := prompts[asked.place]) is None:
+            prompt = prompts[asked.place] = PromptLogprobs(asked.position, [])
+        prompt.logprobs.append(found)
+
+    parts = [jax.tree.map(np.asarray, part) for part in scores.token_parts]
+    for i, asked in enumerate(scores.tokens):
+        wanted = requests[asked.place].num_prompt_logprobs or 0
+        add(asked, host_logprobs(parts[i // NUM_SCORED_TOKENS], i % NUM_SCORED_TOKENS, wanted))
+    whole = [np.asarray(part) for part in scores.row_parts]
+    for i, asked in enumerate(scores.rows):
+        row = whole[i // NUM_SCORED_ROWS][i % NUM_SCORED_ROWS]
+        vocabulary = row.tobytes()
+        if asked.target >= 0:
+            rank = 1 + int(np.sum(row > row[asked.target]))
+            add(asked, TokenLogprobs(float(row[asked.target]), rank, [], vocabulary))
+        elif (one := with_rows[asked.place]) is not None:
+            with_rows[asked.place] = msgspec.structs.replace(one, vocabulary=vocabulary)
+    return prompts, with_rows
+
+
+def host_logprobs(found: DeviceLogprobs, row: int, wanted: int) -> TokenLogprobs:
+    """One row of what has been fetched, with as many alternatives as are wanted."""
+    top = zip(found.top_ids[row, :wanted].tolist(), found.top[row, :wanted].tolist(), strict=True)
+    return TokenLogprobs(float(found.token[row]), int(found.rank[row]), list(top))
