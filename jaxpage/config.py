@@ -109,6 +109,11 @@ class ServerConfig:
         "serve /pause, /resume, /sleep, /wake_up, /reset_prefix_cache, /debug/kv_cache and /debug/profile, which are "
         "not for everyone who may ask for completions",
     )
+    web_page: bool = _option(
+        True,
+        "serve a page for people at /, and what it shows of the engine at /live: counts, the state of each KV block, "
+        "request ids cut short, and no text",
+    )
     vllm_metric_names: bool = _option(False, "give /metrics under vLLM's names, too")
 
     def __post_init__(self) -> None:

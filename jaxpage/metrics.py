@@ -4,6 +4,7 @@ In: the engine's statistics after each step, and every request as it goes on. Ou
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -41,15 +42,29 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 
+@dataclass(slots=True)
+class Totals:
+    """What has been counted so far, for a reader who wants a few numbers and no text to parse."""
+
+    prompt_tokens: int = 0
+    """Of requests that got their first token."""
+    generation_tokens: int = 0
+    first_tokens: int = 0
+    """Requests that got one, and whose time to it is known."""
+    first_token_seconds: float = 0.0
+    """Their times from arrival to first token, added up."""
+
+
 class Metrics:
     """The series of one served model."""
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
         self._model_name = model_name
+        self.totals = Totals()
         self._gauges = {name: self._gauge(name, text) for name, text in _GAUGES.items()}
         self._counters = {name: self._counter(name, text) for name, text in _COUNTERS.items()}
-        self._totals = dict.fromkeys(_COUNTERS, 0.0)
+        self._seen = dict.fromkeys(_COUNTERS, 0.0)
         self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens of requests that got their first token")
         self._generation_tokens = self._counter("generation_tokens", "generated tokens")
         self._success = Counter(
@@ -89,20 +104,24 @@ class Metrics:
             gauge.set(stats.get(name, 0))
         for name, counter in self._counters.items():
             total = stats.get(name, 0)
-            counter.inc(max(total - self._totals[name], 0))
-            self._totals[name] = total
+            counter.inc(max(total - self._seen[name], 0))
+            self._seen[name] = total
         for num_tokens in step_tokens:
             self._step_tokens.observe(num_tokens)
 
     def take_first_token(self, metrics: RequestMetrics, num_prompt_tokens: int) -> None:
         """A request has its first token."""
         self._prompt_tokens.inc(num_prompt_tokens)
+        self.totals.prompt_tokens += num_prompt_tokens
         if (seconds := metrics.time_to_first_token) is not None:
             self._first_token.observe(seconds)
+            self.totals.first_tokens += 1
+            self.totals.first_token_seconds += seconds
 
     def take_tokens(self, num_tokens: int, gap: float | None) -> None:
         """A sequence has new tokens; `gap` is the time since its last ones, in seconds."""
         self._generation_tokens.inc(num_tokens)
+        self.totals.generation_tokens += num_tokens
         if gap is not None:
             self._token_gap.observe(gap)
 

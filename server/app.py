@@ -19,6 +19,7 @@ from jaxpage.server.chat import chat_completions
 from jaxpage.server.completions import completions
 from jaxpage.server.debug import DEBUG_ROUTES
 from jaxpage.server.errors import ApiError, error_response
+from jaxpage.server.page import page_routes
 from jaxpage.server.service import Service, service_of
 
 if TYPE_CHECKING:
@@ -29,7 +30,12 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 def build_app(
-    engine: "AsyncEngine", model_name: str, *, enable_debug_routes: bool = False, vllm_metric_names: bool = False
+    engine: "AsyncEngine",
+    model_name: str,
+    *,
+    enable_debug_routes: bool = False,
+    vllm_metric_names: bool = False,
+    web_page: bool = True,
 ) -> Starlette:
     """The application that serves `engine` under the id `model_name`; its `state.service` holds the open requests."""
     app = Starlette(
@@ -43,6 +49,7 @@ def build_app(
             Route("/version", version),
             Route("/metrics", metrics),
             *(DEBUG_ROUTES if enable_debug_routes else ()),
+            *(page_routes() if web_page else ()),
         ],
         exception_handlers={
             ApiError: _answer_error,

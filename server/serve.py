@@ -71,6 +71,7 @@ async def run(engine: "AsyncEngine", listener: socket.socket, server_config: Ser
         model_name,
         enable_debug_routes=server_config.enable_debug_routes,
         vllm_metric_names=server_config.vllm_metric_names,
+        web_page=server_config.web_page,
     )
     config = uvicorn.Config(
         app,

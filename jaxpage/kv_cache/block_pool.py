@@ -135,8 +135,8 @@ class BlockPool:
         return True
 
     def cached_block_ids(self) -> list[int]:
-        """The blocks that a prefix can be found in. O(blocks)."""
-        return [block_id for block_id, entry in enumerate(self._entries) if entry is not None]
+        """The blocks that a prefix can be found in, in the order of publication. O(such blocks)."""
+        return list(self._block_ids.values())
 
     def check_integrity(self, held: Iterable[tuple[int, Iterable[int]]]) -> None:
         """Assert the pool's invariants against every table as (group, block ids).

@@ -2,29 +2,16 @@
 
 import asyncio
 import json
-import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from fake_engine import FakeEngine
+from served import GUARD_SECONDS, served, wait_until
+from starlette.applications import Starlette
 
 from jaxpage.server.app import build_app
-
-GUARD_SECONDS = 30.0
-"""Only so that a hang fails: nothing here takes a second."""
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Returns once `condition` holds; fails if it never does."""
-    deadline = time.monotonic() + GUARD_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.005)
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
@@ -38,10 +25,16 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def asgi(
-    engine: FakeEngine, method: str, path: str, *, enable_debug_routes: bool = False, **kwargs: Any
+    engine: FakeEngine,
+    method: str,
+    path: str,
+    *,
+    app: Starlette | None = None,
+    enable_debug_routes: bool = False,
+    **kwargs: Any,
 ) -> httpx.Response:
-    """The answer of an application of its own to one request, without a socket."""
-    app = build_app(engine, engine.model_name, enable_debug_routes=enable_debug_routes)  # type: ignore[arg-type]
+    """The answer of `app`, or of an application of its own, to one request, without a socket."""
+    app = app or build_app(engine, engine.model_name, enable_debug_routes=enable_debug_routes)  # type: ignore[arg-type]
 
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://fake") as client:
@@ -55,19 +48,8 @@ def shared_server() -> Iterator[tuple[FakeEngine, str]]:
     """A fake engine that is ready, and the URL under which it is served."""
     engine = FakeEngine()
     engine.is_ready = True
-    app = build_app(engine, "fake", enable_debug_routes=True)  # type: ignore[arg-type]
-    config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, lifespan="off")
-    server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            wait_until(lambda: server.started, "uvicorn started")
-            yield engine, f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(GUARD_SECONDS)
-    assert not thread.is_alive()
+    with served(build_app(engine, "fake", enable_debug_routes=True)) as url:  # type: ignore[arg-type]
+        yield engine, url
 
 
 @pytest.fixture

@@ -12,10 +12,14 @@ from typing import Any, Self
 
 from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
 from jaxpage.metrics import Metrics
-from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams, nth_seed
 
 POLL_SECONDS = 0.002
+NUM_BLOCKS = 600
+BLOCK_SIZE = 4
+KEPT_BLOCK_IDS = [1, 590, 591, 592]
+"""Cached blocks; the first is shared by all requests that run."""
 VOCAB_SIZE = 0x110000
 FOREVER = 10**9
 
@@ -67,6 +71,9 @@ class FakeEngine:
         self.waiting: list[FakeStream] = []
         self.running: list[FakeStream] = []
         self.num_resets = 0
+        self.num_snapshots = 0
+        self.snapshot_seconds = 0.0
+        """How long a snapshot takes, as when the engine is in a long step."""
         self.seen_params: list[SamplingParams | BeamSearchParams] = []
         self.seen_options: list[dict[str, Any]] = []
         self.seen_template_kwargs: list[dict[str, Any]] = []
@@ -115,9 +122,47 @@ class FakeEngine:
             raise RequestError("messages is empty", "messages")
         return self.encode("".join(f"<{m.get('role')}>{_content_text(m.get('content'))}" for m in messages) + "<bot>")
 
+    @property
+    def stats(self) -> dict[str, float]:
+        return {
+            "num_requests_running": len(self.running),
+            "num_requests_waiting": len(self.waiting),
+            "kv_cache_usage_perc": self._snapshot()["num_used"] / NUM_BLOCKS,
+            "prefix_cache_queries": 8,
+            "prefix_cache_hits": 2,
+        }
+
     async def kv_cache_snapshot(self) -> dict[str, Any]:
         self._check_alive()
-        return {"num_used": len(self.running), "requests": [{"request_id": held.request_id} for held in self.running]}
+        self.num_snapshots += 1
+        await asyncio.sleep(self.snapshot_seconds)
+        return self._snapshot()
+
+    def _snapshot(self) -> dict[str, Any]:
+        """Each request holds the first block, and as many of the next as its other tokens fill."""
+        requests, first = [], 2
+        for held in self.running:
+            num_tokens = held.num_prompt_tokens + held.num_tokens
+            end = first + -(-num_tokens // BLOCK_SIZE) - 1
+            table, first = [1, *range(first, end)], end
+            requests.append(
+                {
+                    "request_id": held.request_id,
+                    "num_tokens": num_tokens,
+                    "num_cached_tokens": 0,
+                    "block_tables": [table],
+                }
+            )
+        num_used = first - 1 if requests else 0
+        return {
+            "null_block_id": 0,
+            "num_blocks": NUM_BLOCKS,
+            "num_used": num_used,
+            "num_free": NUM_BLOCKS - num_used,
+            "num_cached": len(KEPT_BLOCK_IDS),
+            "cached_block_ids": KEPT_BLOCK_IDS,
+            "requests": requests,
+        }
 
     async def pause(self, mode: str) -> None:
         self._check_alive()
@@ -196,7 +241,7 @@ class FakeStream:
         self._params = params if isinstance(params, SamplingParams) else SamplingParams()
         room = engine.max_model_len - len(prompt_ids)
         self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._finished = False
         self._is_search = isinstance(params, BeamSearchParams)
         if isinstance(params, BeamSearchParams):
@@ -231,13 +276,16 @@ class FakeStream:
         if self in self._engine.waiting:
             self._engine.waiting.remove(self)
             self._engine.running.append(self)
-        while self._num_tokens >= self._script.stall_after:
+        while self.num_tokens >= self._script.stall_after:
             await self._pause()
-        if self._num_tokens >= self._script.fail_after:
+        if self.num_tokens >= self._script.fail_after:
             self.abort()
             raise self._script.error
         self._check_alive()
-        self._num_tokens += 1
+        self.num_tokens += 1
+        self._engine.metrics.take_tokens(1, None)
+        if self.num_tokens == 1:
+            self._engine.metrics.take_first_token(RequestMetrics(0.0, 0.0, 0.25), self.num_prompt_tokens)
         for index, output in enumerate(self._outputs):
             if output.finish_reason is None:
                 self._outputs[index] = self._grown(index)
@@ -263,18 +311,18 @@ class FakeStream:
 
     def _grown(self, index: int) -> CompletionOutput:
         whole, is_last = self._texts[index], index == len(self._texts) - 1
-        text, finish_reason, stop_reason = whole[: self._num_tokens], None, None
-        if self._num_tokens == len(whole):
+        text, finish_reason, stop_reason = whole[: self.num_tokens], None, None
+        if self.num_tokens == len(whole):
             finish_reason = "stop"
         if stops := [stop for stop in self._stops if stop in text]:
             text, finish_reason, stop_reason = text[: text.index(stops[0])], "stop", stops[0]
-        elif self._num_tokens == self._limit:
+        elif self.num_tokens == self._limit:
             finish_reason = "length"
-        elif self._num_tokens == self._script.end_after and is_last:
+        elif self.num_tokens == self._script.end_after and is_last:
             finish_reason = self._script.end_reason
         elif finish_reason is None and any(stop.startswith(text[-1]) for stop in self._stops):
             text = text[:-1]  # held back: it may be the start of a stop string
-        token_ids = [ord(character) for character in whole[: self._num_tokens]]
+        token_ids = [ord(character) for character in whole[: self.num_tokens]]
         logprobs = None
         if (wanted := self._params.logprobs) is not None:
             logprobs = [logprobs_of(token_id, wanted) for token_id in token_ids]

@@ -1,5 +1,6 @@
 """Routes for those who run the server: only with --enable-debug-routes, and only while the engine serves."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def test_they_are_unavailable_while_the_engine_loads_or_is_dead(method: str, pat
 
 
 def test_the_snapshot_is_the_engines_own(client: httpx.Client) -> None:
-    assert client.get("/debug/kv_cache").json() == {"num_used": 0, "requests": []}
+    assert client.get("/debug/kv_cache").json() == asyncio.run(FakeEngine().kv_cache_snapshot())
 
 
 def test_a_reset_is_refused_while_a_request_runs_and_done_when_none_does(

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -209,6 +210,30 @@ def test_the_kv_cache_is_shown_and_reset_only_when_nothing_runs(client: httpx.Cl
     assert client.post("/reset_prefix_cache").status_code == 200
     snapshot = client.get("/debug/kv_cache").json()
     assert (snapshot["num_used"], snapshot["num_cached"], snapshot["requests"]) == (0, 0, [])
+
+
+def test_the_live_view_follows_a_request_from_its_first_block_to_what_is_kept_of_it(client: httpx.Client) -> None:
+    assert client.post("/reset_prefix_cache").status_code == 200
+    before = client.get("/live").json()
+    seen = []
+    with client.stream(
+        "POST", "/v1/completions", json={"prompt": COUNT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    ) as running:
+        for index, _ in enumerate(running.iter_lines()):
+            if index in (0, 64, 128):  # long before its end, as looking takes time, too
+                seen.append(client.get("/live").json())
+    held = [told["blocks"]["num_used"] for told in seen]
+    assert held == sorted(held)
+    assert held[-1] > held[0]
+    assert {told["num_running"] for told in seen} == {1}
+    while (after := client.get("/live").json())["blocks"]["num_used"]:
+        time.sleep(0.05)
+    assert (after["num_running"], after["blocks"]["num_used"], after["blocks"]["requests"]) == (0, 0, [])
+    assert (
+        after["blocks"]["num_cached"] == sum(length for length, _, _, cached in after["blocks"]["runs"] if cached) > 3
+    )
+    assert after["generation_tokens"] - before["generation_tokens"] == 200
+    assert after["first_tokens"] - before["first_tokens"] == 1
 
 
 def test_a02_openais_client_reads_the_stream(client: httpx.Client) -> None:
