@@ -77,7 +77,9 @@ def test_d07_thousands_of_unique_prompts_compile_and_keep_nothing(server: Server
         bodies = []
         for index in range(NUM_UNIQUE // 4):
             prompt = [rng.randrange(3, 120) for _ in range(rng.randint(20, 200))]
-            bodies.append({"prompt": prompt, "max_tokens": 2, "ignore_eos": True, "seed": batch, "n": 1 + index % 2})
+            body = {"prompt": prompt, "max_tokens": 2, "ignore_eos": True, "seed": batch, "n": 1 + index % 2}
+            body |= ({}, {"logprobs": 0}, {"logprobs": 5}, {"logprobs": 1, "prompt_logprobs": 1})[index % 4]
+            bodies.append(body)
         assert {answer.status_code for answer in ask(url, bodies, 16)} == {200}
         held.append(memory(server))
     assert held[-1] - held[0] < MAX_GROWTH * NUM_UNIQUE * 3 // 4, held
