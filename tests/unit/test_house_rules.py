@@ -173,3 +173,9 @@ def test_the_top_of_the_repository_holds_only_what_the_design_names() -> None:
     folders = {"jaxpage", "ops", "models", "server", "tests", "scripts"}
     assert {name for name in top if not name.startswith(".")} - files - folders == set()
     assert all((ROOT / name).is_dir() for name in top & folders)
+
+
+def test_no_two_test_files_have_the_same_name() -> None:
+    """pytest imports them by it."""
+    names = [file.name for file in (ROOT / "tests").rglob("*.py") if file.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))
