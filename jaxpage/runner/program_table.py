@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_COMPILE_THREADS = 4
 _MANY_EDITS = 1024
-_SMALL = ("fork", "edit", "rules", "score", "score_rows")
-"""Programs that there is one of each of; see `runner.step`."""
+_SMALL, _RARE = ("fork", "edit", "rules"), ("score", "score_rows")
+"""Programs that there is one of each of, see `runner.step`; the rare ones are not waited for before serving."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,7 @@ class ProgramTable:
     @property
     def num_wanted(self) -> int:
         """Programs that there will be."""
-        return len(_SMALL) + len(self._capacities) + len(self._buckets)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all of them are ready."""
-        return len(self._steps) == len(self._buckets)
+        return len(_SMALL) + len(_RARE) + len(self._capacities) + len(self._buckets)
 
     @property
     def token_budget(self) -> int:
@@ -96,6 +91,7 @@ class ProgramTable:
         """Return when every step can run in some bucket, or, unless in the `background`, when all is ready."""
         for program in (*self._first, *self._small.values()):
             program.result()
+        self._small |= {name: self._pool.submit(self._compile_small, name) for name in _RARE}
         logger.info("%d of %d programs are ready: serving", self._store.stats.num_programs, self.num_wanted)
         rest = self._buckets[1:]
         if background:
@@ -103,7 +99,7 @@ class ProgramTable:
             self._background.start()
         else:
             list(self._pool.map(self._compile_step, rest))
-            self._log_complete()
+            self._finish()
         self._pool.shutdown(wait=False)
 
     def give_up(self) -> None:
@@ -128,7 +124,7 @@ class ProgramTable:
         return self._admit[capacity], capacity
 
     def __getitem__(self, name: str) -> jax.stages.Compiled:
-        """One of the small programs by its name in `runner.step`; all are ready before the first step."""
+        """One of the small programs by its name in `runner.step`; waits for a rare one that is not ready yet."""
         return self._small[name].result()
 
     def _compile_rest(self, buckets: list[Bucket]) -> None:
@@ -136,9 +132,11 @@ class ProgramTable:
             if self._closing.is_set():
                 return
             self._compile_step(bucket)
-        self._log_complete()
+        self._finish()
 
-    def _log_complete(self) -> None:
+    def _finish(self) -> None:
+        for name in _RARE:
+            self._small[name].result()
         stats = self._store.stats
         logger.info(
             "all %d programs are ready: %d from disk, the others compiled; %.1f s of work",
