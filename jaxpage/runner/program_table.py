@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_COMPILE_THREADS = 4
 _MANY_EDITS = 1024
-_SMALL, _RARE = ("fork", "edit", "rules"), ("score", "score_rows")
+_SMALL, _RARE = ("edit",), ("fork", "rules", "score", "score_rows")
 """Programs that there is one of each of, see `runner.step`; the rare ones are not waited for before serving."""
 
 
@@ -74,7 +74,7 @@ class ProgramTable:
         num_threads = min(os.cpu_count() or 1, _MAX_COMPILE_THREADS)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="compile")
         self._first: list[Future[Any]] = [self._pool.submit(self._compile_step, self._buckets[0])]
-        self._first += [self._pool.submit(self._compile_admission, capacity) for capacity in self._capacities]
+        self._first.append(self._pool.submit(self._compile_admission, self._capacities[-1]))
         self._small = {name: self._pool.submit(self._compile_small, name) for name in _SMALL}
 
     @property
@@ -92,6 +92,7 @@ class ProgramTable:
         for program in (*self._first, *self._small.values()):
             program.result()
         self._small |= {name: self._pool.submit(self._compile_small, name) for name in _RARE}
+        self._shorter = [self._pool.submit(self._compile_admission, capacity) for capacity in self._capacities[:-1]]
         logger.info("%d of %d programs are ready: serving", self._store.stats.num_programs, self.num_wanted)
         rest = self._buckets[1:]
         if background:
@@ -119,8 +120,8 @@ class ProgramTable:
         return self._steps[choose_bucket(tuple(self._steps), num_tokens, num_rows, max_query_len)]
 
     def admit(self, num_tokens: int) -> tuple[jax.stages.Compiled, int]:
-        """The program that admits a request of so many known tokens, and the capacity that it is packed for."""
-        capacity = next(c for c in self._capacities if c >= num_tokens)
+        """A ready program that admits a request of so many known tokens, and the capacity that it is packed for."""
+        capacity = min(capacity for capacity in tuple(self._admit) if capacity >= num_tokens)
         return self._admit[capacity], capacity
 
     def __getitem__(self, name: str) -> jax.stages.Compiled:
@@ -135,8 +136,10 @@ class ProgramTable:
         self._finish()
 
     def _finish(self) -> None:
-        for name in _RARE:
-            self._small[name].result()
+        for small in self._small.values():
+            small.result()
+        for admission in self._shorter:
+            admission.result()
         stats = self._store.stats
         logger.info(
             "all %d programs are ready: %d from disk, the others compiled; %.1f s of work",
