@@ -133,7 +133,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     @property
     def num_logprobs(self) -> int | None:
         """Alternatives to report at each generated token, None for no log-probabilities. Raises `RequestError`."""
-        raise NotImplementedError
+        raise NotImplementedError  # each route spells it its own way
 
     @property
     def num_prompt_logprobs(self) -> int | None:

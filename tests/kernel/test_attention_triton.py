@@ -40,7 +40,7 @@ def check(batch: Batch, launch: AttentionLaunch | None, tolerance: float = 1e-5,
     np.testing.assert_allclose(np.asarray(got, np.float64), batch.expected, atol=tolerance, rtol=tolerance)
 
 
-def decode(attention: Attention, kv_lens: Sequence[int], launch: AttentionLaunch, block_size: int = 16) -> None:
+def check_decode(attention: Attention, kv_lens: Sequence[int], launch: AttentionLaunch, block_size: int = 16) -> None:
     """A step with one query in each row, and an idle row between them."""
     rows = [(kv_len, 1) for kv_len in kv_lens]
     check(make_batch(attention, [*rows[:1], (0, 0), *rows[1:]], block_size=block_size, decode=True), launch)
@@ -123,7 +123,7 @@ def test_a_window_hides_exactly_the_position_before_it(num_segments: int) -> Non
     """Its first position moves across every border of tiles and blocks, of both sizes."""
     for window in (1, 2, 15, 16, 17, 31, 32, 33, 64):
         kv_lens = (window, window + 1, window + 15, window + 16, window + 17)
-        decode(Attention(window=window, head_dim=8), kv_lens, launch(32, num_segments))
+        check_decode(Attention(window=window, head_dim=8), kv_lens, launch(32, num_segments))
 
 
 @pytest.mark.parametrize("num_queries", range(1, 10))
