@@ -12,7 +12,7 @@ from jaxpage.config import EngineConfig, ServerConfig
 from jaxpage.errors import ConfigError, EngineDeadError, JaxpageError, ModelLoadError, RequestError
 from jaxpage.llm import LLM
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -31,4 +31,5 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "ServerConfig",
+    "StructuredOutputsParams",
 ]

@@ -1,8 +1,9 @@
 """What a request may ask of the sampler, or of beam search. In: keyword options. Out: a checked, immutable struct."""
 
+import json
 import sys
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -30,6 +31,48 @@ MAX_BEAM_WIDTH = 16
 """Beams that one search may keep."""
 MAX_LENGTH_PENALTY = 10.0
 """Bound of the exponent in a beam's score: beyond it, length alone would decide, and a score might overflow."""
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the generated text must be: exactly one field is given. `structured.grammar` says how each is read.
+
+    Raises `RequestError` that names the field, its value and what is allowed.
+    """
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema, as text or as an object; kept as text."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """A regular expression that the whole text matches."""
+    choice: tuple[str, ...] | None = None
+    """One of these texts."""
+    grammar: str | None = None
+    """A grammar in Lark's or in GBNF's notation."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Free text in which the tags that begin with a trigger follow a schema, as text or as an object; kept as text."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        names = ", ".join(self.__struct_fields__)
+        _check("structured_outputs", given, len(given) == 1, f"exactly one of {names}")
+        _check_switch("json_object", self.json_object)
+        for name in ("json", "structural_tag"):
+            if isinstance(value := getattr(self, name), Mapping):
+                try:
+                    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise RequestError(f"{name} is no JSON: {error}", name) from error
+                msgspec.structs.force_setattr(self, name, text)
+        for name in ("json", "regex", "grammar", "structural_tag"):
+            value = getattr(self, name)
+            _check(name, value, value is None or (isinstance(value, str) and value != ""), "a text that is not empty")
+        if self.choice is not None:
+            _check_sequence("choice", self.choice)
+            _check("choice", self.choice, len(self.choice) > 0, "one text or more")
+            for text in self.choice:
+                _check("choice", text, isinstance(text, str) and text != "", "texts that are not empty")
+            msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -84,6 +127,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The same at each token of the prompt but the first, which is then computed whole, whatever is in the cache."""
     skip_reading_prefix_cache: bool = False
     """Compute the whole prompt, whatever is in the prefix cache."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text must be. It holds before all other options: where they leave none of the tokens that may follow,
+    they give way."""
 
     def __post_init__(self) -> None:
         _check(
@@ -125,6 +171,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for text in self.stop:
             _check("stop", text, isinstance(text, str) and text != "", "non-empty strings")
         _check_stop_token_ids(self.stop_token_ids)
+        structured = self.structured_outputs
+        is_one = structured is None or isinstance(structured, StructuredOutputsParams)
+        _check("structured_outputs", structured, is_one, "StructuredOutputsParams or None")
         self._check_penalties()
         self._check_token_rules()
         # Frozen is for callers: sequences become tuples here, once, so that a list may be given.

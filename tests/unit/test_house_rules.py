@@ -54,7 +54,7 @@ def own_imports(file: Path) -> Iterator[str]:
 
 def jax_free_files() -> list[Path]:
     modules = [ROOT / "jaxpage" / f"{name}.py" for name in JAX_FREE_MODULES]
-    return [*modules, *sources("jaxpage/kv_cache"), *sources("server")]
+    return [*modules, *sources("jaxpage/kv_cache"), *sources("jaxpage/structured"), *sources("server")]
 
 
 def run_python(code: str) -> str:

@@ -15,6 +15,7 @@ from jaxpage.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     BeamSearchParams,
     SamplingParams,
+    StructuredOutputsParams,
     nth_seed,
 )
 
@@ -41,6 +42,7 @@ ACCEPTED: list[tuple[str, list[Any]]] = [
     ("allowed_token_ids", [None, (0,), (5, 7), tuple(range(50_000))]),
     ("bad_words", [(), ("a",), ("two words", " x", "\U0001f999")]),
     ("skip_reading_prefix_cache", [False, True]),
+    ("structured_outputs", [None, StructuredOutputsParams(json_object=True)]),
 ]
 NAN, INF = float("nan"), float("inf")
 REFUSED: list[tuple[str, list[Any]]] = [
@@ -66,6 +68,7 @@ REFUSED: list[tuple[str, list[Any]]] = [
     ("allowed_token_ids", [(), (-1,), (5, -1), (1.5,), ("a",), (True,)]),
     ("bad_words", [("",), ("a", " "), ("\n\t",), (1,), (None,)]),
     ("skip_reading_prefix_cache", [0, 1, None, "yes"]),
+    ("structured_outputs", ["json", {"json_object": True}, False]),
 ]
 BEAM_ACCEPTED: list[tuple[str, list[Any]]] = [
     ("beam_width", [1, 2, MAX_BEAM_WIDTH]),

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from jaxpage import wire
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 FULL_PARAMS = SamplingParams(
     temperature=0.7,
@@ -29,6 +29,7 @@ FULL_PARAMS = SamplingParams(
     allowed_token_ids=(0, 49151),
     bad_words=("🦙", " two words"),
     skip_reading_prefix_cache=True,
+    structured_outputs=StructuredOutputsParams(json={"enum": ["🦙"]}),
 )
 FULL_BEAM = BeamSearchParams(
     beam_width=16,
