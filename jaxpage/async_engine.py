@@ -20,7 +20,7 @@ from jaxpage import wire
 from jaxpage.config import EngineConfig
 from jaxpage.engine_process import EngineProcess, envelope, error_of
 from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
-from jaxpage.frontend import OpenRequest, Prompt, open_request
+from jaxpage.frontend import OpenRequest, Prompt, check_structure, open_request
 from jaxpage.metrics import Metrics
 from jaxpage.outputs import RequestOutput
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
@@ -177,6 +177,13 @@ class AsyncEngine:
         """Token ids of a chat by the model's template. Raises `RequestError` naming a bad message."""
         assert self._tokenizer is not None, "start() comes first"
         return self._tokenizer.encode_chat(messages, tools=tools, **template_kwargs)
+
+    async def prepare(self, params: SamplingParams | BeamSearchParams) -> None:
+        """Check in a thread what takes long to check, which is then known to `add_request`. Raises `RequestError`."""
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            limits = self._serving()
+            assert self._tokenizer is not None
+            await asyncio.to_thread(check_structure, params.structured_outputs, self._tokenizer, limits)
 
     def add_request(
         self,

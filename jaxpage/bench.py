@@ -4,11 +4,11 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpage import bench_host, bench_sampler
+from jaxpage import bench_host, bench_masks, bench_sampler
 from jaxpage.llm import LLM
 from jaxpage.outputs import RequestOutput
 from jaxpage.sampling_params import SamplingParams
@@ -104,8 +104,8 @@ class Bench:
     num_prompts: int = 32
     input_len: int = 128
     output_len: int = 128
-    device_ms: float | None = None
-    """Milliseconds per step of a simulated device; None where there is none."""
+    milliseconds: Mapping[str, float] = field(default_factory=dict)
+    """How long things take that are simulated, by option."""
 
 
 BENCHES: dict[str, Bench] = {
@@ -121,9 +121,17 @@ BENCHES: dict[str, Bench] = {
         256,
         128,
         128,
-        device_ms=5.0,
+        {"device_ms": 5.0},
     ),
     "plan": Bench(bench_host.plan, "bytes sent to the device per step, without a model", 256, 128, 128),
+    "masks": Bench(
+        bench_masks.masks,
+        "what a slow grammar costs the requests that have none, on a simulated device",
+        64,
+        16,
+        128,
+        {"device_ms": 5.0, "mask_ms": 30.0},
+    ),
     "kv": Bench(
         bench_host.kv, "allocated KV slots that hold nothing, for mixed lengths, without a model", 64, 161, 338
     ),

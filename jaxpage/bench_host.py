@@ -1,9 +1,7 @@
 """Benches of the host's part alone: scheduler, loops, plans and KV cache bookkeeping, without a model or a device."""
 
-import queue
 import random
 import statistics
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +15,9 @@ from jaxpage.loops import LOOPS, Loop
 from jaxpage.ops.kv_spec import KVSpec
 from jaxpage.policies import load_policy
 from jaxpage.request import Request
-from jaxpage.runner.step_table import StepTable
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.scheduler import Scheduler, SchedulerOutput
+from jaxpage.scheduler import Scheduler
+from jaxpage.simulated_device import SimulatedDevice, drawn
 
 Result = dict[str, float | int | str]
 
@@ -29,18 +27,18 @@ _LENGTH_SPREAD = 0.8
 
 def scheduler(options: dict[str, Any], *, num_prompts: int, input_len: int, output_len: int, repeat: int) -> Result:
     """Milliseconds per step that scheduling and taking in tokens cost, with every request generating."""
-    config = EngineConfig(**(_sized(num_prompts) | options))
+    config = EngineConfig(**(sized(num_prompts) | options))
     schedule_ms: list[float] = []
     update_ms: list[float] = []
     for seed in range(repeat):
-        target = _make_scheduler(config, num_prompts * (input_len + output_len))
-        for request in _requests([(input_len, output_len)] * num_prompts, seed):
+        target = make_scheduler(config, num_prompts * (input_len + output_len))
+        for request in make_requests([(input_len, output_len)] * num_prompts, seed):
             target.add(request)
         while target.has_requests:
             started = time.perf_counter()
             output = target.schedule()
             scheduled = time.perf_counter()
-            sampled = [_sampled(request) for request in output.requests]
+            sampled = [drawn(request) for request in output.requests]
             fetched = time.perf_counter()
             target.update(output, sampled)
             updated = time.perf_counter()
@@ -55,65 +53,6 @@ def scheduler(options: dict[str, Any], *, num_prompts: int, input_len: int, outp
         "update_ms": _mean(update_ms),
         "schedule_update_ms": _mean(schedule_ms) + _mean(update_ms),
     }
-
-
-class SimulatedDevice:
-    """Runs each step for a fixed time in its own thread, one after the other; its tokens are always the same.
-
-    The host's part is as for a real one, but for calling XLA: a step is packed as it would be sent.
-    """
-
-    def __init__(self, step_seconds: float, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
-        from jaxpage.runner import plan  # imports JAX, which the other benches do without
-
-        self.started: list[float] = []
-        """When each step began and ended, in seconds of `time.perf_counter`."""
-        self.ended: list[float] = []
-        self.num_bytes: list[int] = []
-        """Sent to the device for each step."""
-        self.only_decodes: list[bool] = []
-        """Whether every request was there and computed one token."""
-        self._plan = plan
-        self._layout = plan_layout([KVSpec(num_kv_heads=1, head_dim=64)], block_size)
-        self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
-        self._step_seconds = step_seconds
-        self._table = StepTable(max_num_seqs, 1, -(-max_model_len // block_size))
-        self._queue: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def dispatch(self, output: SchedulerOutput) -> tuple[list[int], threading.Event]:
-        """Queue a step; every request draws a token where it reaches its last known one."""
-        admissions = [
-            self._plan.pack_admission(admitted, self._max_model_len, self._layout) for admitted in output.admitted
-        ]
-        edits, _ = self._table.advance(output)
-        packed = self._plan.pack_edits(edits, max(self._plan.NUM_EDITS, edits.shape[1]))
-        self.num_bytes.append(packed.nbytes + sum(admission.nbytes for admission in admissions))
-        self.only_decodes.append(output.query_lens == [1] * self._max_num_seqs)
-        tokens = [_sampled(request) for request in output.requests]
-        done = threading.Event()
-        self._queue.put(done)
-        return tokens, done
-
-    def fetch(self, step: tuple[list[int], threading.Event]) -> tuple[list[int], list[None], None]:
-        """Wait until the device is done with the step."""
-        tokens, done = step
-        done.wait()
-        return tokens, [None] * len(tokens), None
-
-    def close(self) -> None:
-        """End the thread."""
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (done := self._queue.get()) is not None:
-            self.started.append(time.perf_counter())
-            time.sleep(self._step_seconds)
-            self.ended.append(time.perf_counter())
-            done.set()
 
 
 def loop(
@@ -134,10 +73,10 @@ def loop(
         busy: list[float] = []
         host: dict[str, list[float]] = {phase: [] for phase in ("schedule", "dispatch", "update", "encode")}
         for seed in range(repeat):
-            config = EngineConfig(**(_sized(num_prompts) | options))
+            config = EngineConfig(**(sized(num_prompts) | options))
             device = SimulatedDevice(device_ms / 1e3, num_prompts, input_len + output_len, config.block_size)
-            target = loop_type(_make_scheduler(config, num_prompts * (input_len + output_len)), device)
-            for request in _requests([(input_len, output_len)] * num_prompts, seed):
+            target = loop_type(make_scheduler(config, num_prompts * (input_len + output_len)), device)
+            for request in make_requests([(input_len, output_len)] * num_prompts, seed):
                 target.scheduler.add(request)
             _decode_all(target, num_prompts, host)
             device.close()
@@ -168,13 +107,13 @@ def _decode_all(target: Loop, num_prompts: int, host: dict[str, list[float]]) ->
 
 def plan(options: dict[str, Any], *, num_prompts: int, input_len: int, output_len: int, repeat: int) -> Result:
     """Bytes that are sent to the device per step: while all requests decode, and over the whole run."""
-    config = EngineConfig(**(_sized(num_prompts) | options))
+    config = EngineConfig(**(sized(num_prompts) | options))
     decode: list[int] = []
     everything: list[int] = []
     for seed in range(repeat):
         device = SimulatedDevice(0, num_prompts, input_len + output_len, config.block_size)
-        target = LOOPS[config.engine_mode](_make_scheduler(config, num_prompts * (input_len + output_len)), device)
-        for request in _requests([(input_len, output_len)] * num_prompts, seed):
+        target = LOOPS[config.engine_mode](make_scheduler(config, num_prompts * (input_len + output_len)), device)
+        for request in make_requests([(input_len, output_len)] * num_prompts, seed):
             target.scheduler.add(request)
         while target.scheduler.has_requests:
             target.step()
@@ -197,12 +136,12 @@ def kv(options: dict[str, Any], *, num_prompts: int, input_len: int, output_len:
     Lengths are log-normal, with these means: by default those of ShareGPT's conversations that the PagedAttention paper
     (Kwon et al., 2023) gives.
     """
-    config = EngineConfig(**(_sized(num_prompts) | options))
+    config = EngineConfig(**(sized(num_prompts) | options))
     num_allocated = num_unwritten = 0
     for seed in range(repeat):
         lengths = _mixed_lengths(num_prompts, input_len, output_len, random.Random(seed))
-        target = _make_scheduler(config, sum(map(sum, lengths)))
-        for request in _requests(lengths, seed):
+        target = make_scheduler(config, sum(map(sum, lengths)))
+        for request in make_requests(lengths, seed):
             target.add(request)
         while target.has_requests:
             output = target.schedule()
@@ -210,7 +149,7 @@ def kv(options: dict[str, Any], *, num_prompts: int, input_len: int, output_len:
                 slots = len(target.kv_cache.tables(request.request_id)[0]) * config.block_size
                 num_allocated += slots
                 num_unwritten += slots - request.num_computed_tokens
-            target.update(output, [_sampled(request) for request in output.requests])
+            target.update(output, [drawn(request) for request in output.requests])
     return {
         "num_requests": num_prompts,
         "block_size": config.block_size,
@@ -226,11 +165,11 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values)
 
 
-def _sized(num_prompts: int) -> dict[str, Any]:
+def sized(num_prompts: int) -> dict[str, Any]:
     return {"max_num_seqs": num_prompts, "max_num_batched_tokens": max(512, num_prompts)}
 
 
-def _make_scheduler(config: EngineConfig, num_tokens: int) -> Scheduler:
+def make_scheduler(config: EngineConfig, num_tokens: int) -> Scheduler:
     """One that holds all of `num_tokens` at once, for a model of full attention."""
     layout = plan_layout([KVSpec(num_kv_heads=1, head_dim=64)], config.block_size)
     num_blocks = config.num_blocks or num_tokens // config.block_size + 2 * config.max_num_seqs
@@ -250,7 +189,7 @@ def _make_scheduler(config: EngineConfig, num_tokens: int) -> Scheduler:
     )
 
 
-def _requests(lengths: list[tuple[int, int]], seed: int) -> list[Request]:
+def make_requests(lengths: list[tuple[int, int]], seed: int) -> list[Request]:
     """Requests of random tokens, by (prompt, output) length."""
     rng = random.Random(seed)
     return [
@@ -273,8 +212,3 @@ def _mixed_lengths(count: int, input_len: int, output_len: int, rng: random.Rand
         return max(1, round(mean * rng.lognormvariate(-(_LENGTH_SPREAD**2) / 2, _LENGTH_SPREAD)))
 
     return [(length(input_len), length(output_len)) for _ in range(count)]
-
-
-def _sampled(request: Request) -> int:
-    """A token where the step, which has just been scheduled, reaches the request's last known one."""
-    return 7 if request.num_computed_tokens >= request.num_tokens else -1

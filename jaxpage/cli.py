@@ -83,10 +83,10 @@ def _parser() -> argparse.ArgumentParser:
             "--output-len", type=int, default=it.output_len, metavar="N", help="output tokens of each (%(default)s)"
         )
         one.add_argument("--repeat", type=int, default=1, metavar="N", help="runs; medians are printed (%(default)s)")
-        if it.device_ms is not None:
-            one.add_argument(
-                "--device-ms", type=float, default=it.device_ms, metavar="MS", help="of each step (%(default)s)"
-            )
+        for option, default in it.milliseconds.items():
+            flag, what = _flag(option), option.removesuffix("_ms")
+            one.add_argument(flag, type=float, default=default, metavar="MS", help=f"of a {what}'s work (%(default)s)")
+        one.set_defaults(milliseconds=tuple(it.milliseconds))
         one.add_argument("--json", action="store_true", help="print one JSON object")
         _add_fields(one.add_argument_group("engine"), EngineConfig)
     return parser
@@ -109,7 +109,7 @@ def _add_fields(group: Any, config: type, skip: Sequence[str] = ()) -> None:
         hint = hints[field.name]
         if isinstance(hint, types.UnionType):
             hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
-        flag = "--" + field.name.replace("_", "-")
+        flag = _flag(field.name)
         default = "" if field.default is None else f" ({field.default})"
         help_text = (field.metadata["help"] + default).replace("%", "%%")
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": help_text}
@@ -178,21 +178,20 @@ def _bench(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING)
     for name in ("num_prompts", "input_len", "output_len", "repeat"):
         if getattr(args, name) < 1:
-            print(
-                f"jaxpage: --{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1", file=sys.stderr
-            )
+            print(f"jaxpage: {_flag(name)} is {getattr(args, name)}: it must be at least 1", file=sys.stderr)
             return 2
-    device = {"device_ms": args.device_ms} if hasattr(args, "device_ms") else {}
-    if device and not 0 <= args.device_ms <= 10_000:
-        print(f"jaxpage: --device-ms is {args.device_ms}: it must be in [0, 10000]", file=sys.stderr)
-        return 2
+    milliseconds = {option: getattr(args, option) for option in args.milliseconds}
+    for option, value in milliseconds.items():
+        if not 0 <= value <= 10_000:
+            print(f"jaxpage: {_flag(option)} is {value}: it must be in [0, 10000]", file=sys.stderr)
+            return 2
     result: dict[str, Any] = args.bench(
         _options(args),
         num_prompts=args.num_prompts,
         input_len=args.input_len,
         output_len=args.output_len,
         repeat=args.repeat,
-        **device,
+        **milliseconds,
     )
     if args.json:
         print(json.dumps(result))
@@ -200,6 +199,10 @@ def _bench(args: argparse.Namespace) -> int:
         for name, value in result.items():
             print(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value}")
     return 0
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:

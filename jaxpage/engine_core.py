@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
 from typing import Any
 
 from jaxpage.beam_group import BeamGroup
@@ -19,9 +21,14 @@ from jaxpage.request import Request
 from jaxpage.runner.runner import Runner
 from jaxpage.sampling_params import MAX_BEAM_WIDTH, MAX_STOP_TOKEN_IDS, nth_seed
 from jaxpage.scheduler import Scheduler
+from jaxpage.structured.constraint import Grammars
+from jaxpage.tokenizer import load_tokenizer
 from jaxpage.wire import AddRequest, BeamOutput, Outputs, Ready, TokenOutput, sequence_id
 
 logger = logging.getLogger(__name__)
+
+_GRAMMAR_SECONDS = 0.01
+"""How long an idle engine waits for a grammar before it looks for messages again."""
 
 UTILITIES = (
     *("reset_prefix_cache", "kv_cache_snapshot", "pause", "resume", "is_paused"),
@@ -67,6 +74,10 @@ class EngineCore:
         )
         self._eos_token_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)[:MAX_STOP_TOKEN_IDS]
         self.loop = LOOPS[config.engine_mode](scheduler, self.runner)
+        vocab_size = self.runner.model_config.vocab_size
+        self._grammars = Grammars(partial(load_tokenizer, config.model), vocab_size, self._eos_token_ids)
+        self._constrained: list[Request] = []
+        """Requests whose text must fit a grammar, until they end."""
         self._num_arrived = 0
         self._is_paused = False
         self._keeps_running = False
@@ -148,6 +159,10 @@ class EngineCore:
             )
             for index in range(width)
         ]
+        if (structured := message.params.structured_outputs) is not None:
+            for sequence in sequences:
+                sequence.constraint = self._grammars.constrain(structured, ignore_eos=message.params.ignore_eos)
+            self._constrained += sequences
         first, *others = sequences
         if message.beam is not None:
             search = BeamSearch(message.beam, first.stop_token_ids)
@@ -235,7 +250,23 @@ class EngineCore:
         outputs, self._ended_early = self._ended_early, []
         self.scheduler.token_budget = self.runner.token_budget
         with self.runner.watched():
-            return outputs + (self.loop.drain() if self._stands_still else self.loop.step())
+            outputs += self.loop.drain() if self._stands_still else self.loop.step()
+        return outputs + self._look_at_constraints() if self._constrained else outputs
+
+    def _look_at_constraints(self) -> list[TokenOutput | BeamOutput]:
+        """End requests whose grammar cannot go on. If nobody but grammars has anything to do, wait for one a while."""
+        self._constrained = [request for request in self._constrained if not request.is_finished]
+        failed = []
+        for request in self._constrained:
+            mask = request.constraint.mask if request.constraint is not None else None
+            if mask is not None and mask.done() and (error := mask.exception()) is not None:
+                logger.warning("request %s fails: its grammar cannot go on: %s", request.request_id, error)
+                self.abort(request.request_id)
+                failed.append(TokenOutput(request.request_id, [], "error"))
+        waited_for = [r.constraint.mask for r in self.scheduler.waiting if r.constraint is not None]
+        if waited_for and not self.loop.has_steps_in_flight:
+            wait(waited_for, _GRAMMAR_SECONDS, FIRST_COMPLETED)
+        return list(failed)
 
     def report(self, outputs: list[TokenOutput | BeamOutput]) -> Outputs:
         """What a client is told after a step, or after whatever else has changed how the engine stands."""
@@ -247,6 +278,7 @@ class EngineCore:
     def close(self) -> None:
         """Stop whatever still goes on in the background."""
         self.runner.close()
+        self._grammars.close()
 
     def stats(self) -> dict[str, float]:
         """How the engine stands: counts, and the share of KV blocks in use (0 to 1)."""

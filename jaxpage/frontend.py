@@ -21,6 +21,7 @@ from jaxpage.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     BeamSearchParams,
     SamplingParams,
+    StructuredOutputsParams,
 )
 from jaxpage.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -179,9 +180,8 @@ class _Sequence:
             if output.logprobs is not None and self._logprobs is not None:
                 self._logprobs.append(_logprobs_at(token_id, output.logprobs, self._tokenizer))
                 self._cumulative_logprob = (self._cumulative_logprob or 0.0) + output.logprobs.logprob
-            ends_here = reason == "stop" and position == len(output.token_ids) - 1
-            # The token that ends the output is no part of its text.
-            delta = "" if ends_here else self._decoder.add([token_id])
+            is_end = reason == "stop" and not output.ends_in_text and position == len(output.token_ids) - 1
+            delta = "" if is_end else self._decoder.add([token_id])
             stopped = self._text.add(delta, may_stop=len(self._token_ids) >= params.min_tokens)
             if stopped is not None:
                 break
@@ -327,6 +327,8 @@ def open_request(
     bad_words = [] if isinstance(params, BeamSearchParams) else _bad_word_ids(params, tokenizer)
     if isinstance(params, SamplingParams):
         _check_token_rules(params, bad_words, limits)
+        if params.structured_outputs is not None:
+            check_structure(params.structured_outputs, tokenizer, limits)
     beam = params if isinstance(params, BeamSearchParams) else None
     if beam is not None:
         beam = _fit_beams(beam, len(token_ids), room, limits)
@@ -349,6 +351,21 @@ def open_request(
         seed = params.seed
     message = wire.AddRequest(request_id, token_ids, params, seed, max_tokens, priority, cache_salt, beam, bad_words)
     return OpenRequest(message, text, tokenizer)
+
+
+def check_structure(structured: StructuredOutputsParams, tokenizer: Tokenizer, limits: wire.Ready) -> None:
+    """Raises `RequestError` that names what of it cannot be honoured. The first time takes milliseconds to seconds."""
+    from jaxpage.structured.grammar import check_tokens, grammar_of
+
+    if not limits.eos_token_ids:
+        raise RequestError(
+            "the model has no end-of-sequence token, which ends a text that fits a grammar: leave structured_outputs "
+            "out",
+            "structured_outputs",
+        )
+    grammar = grammar_of(structured, tokenizer.special_tokens)
+    if structured.grammar is not None or structured.structural_tag is not None:
+        check_tokens(grammar, tokenizer.for_grammars(limits.vocab_size, tuple(limits.eos_token_ids)))
 
 
 def _check_stop_token_ids(params: SamplingParams | BeamSearchParams, limits: wire.Ready) -> None:

@@ -10,13 +10,19 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol
 
+import numpy as np
+
+from jaxpage.request import RequestStatus
 from jaxpage.scheduler import PromptLogprobs, Scheduler, SchedulerOutput
 from jaxpage.wire import BeamOutput, TokenLogprobs, TokenOutput
 
 Outputs = list[TokenOutput | BeamOutput]
-PHASES = ("schedule", "dispatch", "fetch", "update")
+PHASES = ("schedule", "dispatch", "fetch", "update", "mask")
+_LOOK_SECONDS = 0.0005
+"""How often it is looked whether a step has ended whose masks are late."""
 
 
 class Device(Protocol):
@@ -24,6 +30,15 @@ class Device(Protocol):
 
     def dispatch(self, output: SchedulerOutput) -> Any:
         """Send a step off and return at once, with what `fetch` takes."""
+
+    def draw_again(self, step: Any, masks: dict[int, np.ndarray | None]) -> Any:
+        """Draw the tokens of some requests of the newest step again, each by its mask; without one, undo the draw.
+
+        Returns at once, with what `fetch` takes instead of `step`.
+        """
+
+    def has_ended(self, step: Any) -> bool:
+        """Whether nothing of it is left to be computed."""
 
     def fetch(
         self, step: Any
@@ -39,7 +54,7 @@ class Loop(ABC):
         self.device = device
         self.num_steps = 0
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        """Host seconds spent in each phase so far; "fetch" is waiting."""
+        """Host seconds spent in each phase so far; "fetch" and "mask" are waiting."""
         self.step_tokens: list[int] = []
         """Tokens of each step dispatched; whoever reports them empties it. So with the next one."""
         self.started: list[tuple[str, float]] = []
@@ -72,6 +87,41 @@ class Loop(ABC):
             self.started += [(admitted.request.request_id, now) for admitted in output.admitted]
         self._in_flight.append((output, self._timed("dispatch", self.device.dispatch, output)))
 
+    def _constrain(self) -> None:
+        """Draw again where a grammar has a say in the newest step; all earlier steps are known.
+
+        The masks are computed while the step runs. One that is late does not hold up the other requests: its own is
+        drawn in a later step.
+        """
+        output, step = self._in_flight[-1]
+        constrained = {
+            index: request
+            for index, request in enumerate(output.requests)
+            if request.constraint is not None
+            and request.num_in_flight  # its prompt does not go on
+            and request.status is not RequestStatus.FINISHED
+        }
+        if not constrained:
+            return
+        masks = {index: request.constraint.mask for index, request in constrained.items() if request.constraint}
+        self._timed("mask", self._wait_for_masks, list(masks.values()), len(masks) < len(output.requests), step)
+        ready = {
+            index: mask.result() if mask.done() and not mask.exception() else None for index, mask in masks.items()
+        }
+        for index, mask in ready.items():
+            if mask is None:
+                self.scheduler.hold_back(constrained[index])
+        self._in_flight[-1] = output, self._timed("dispatch", self.device.draw_again, step, ready)
+
+    def _wait_for_masks(self, masks: list[Future[np.ndarray]], others_wait: bool, step: Any) -> None:
+        """Until all are there; or until the step has ended, if somebody could go on then."""
+        pending = set(masks)
+        while pending:
+            done, pending = wait(pending, _LOOK_SECONDS, FIRST_COMPLETED)
+            others_wait = others_wait or bool(done)
+            if others_wait and self.device.has_ended(step):
+                return
+
     def _fetch(self) -> tuple[SchedulerOutput, Any]:
         """Wait for the oldest step in flight."""
         output, step = self._in_flight.popleft()
@@ -99,6 +149,7 @@ class SyncLoop(Loop):
         if not output.requests:
             return []
         self._dispatch(output)
+        self._constrain()
         return self._update(*self._fetch())
 
 
@@ -114,7 +165,10 @@ class OverlapLoop(Loop):
         fetched = self._fetch() if self._in_flight else None
         if output.requests:
             self._dispatch(output)
-        return self._update(*fetched) if fetched is not None else []
+        outputs = self._update(*fetched) if fetched is not None else []
+        if output.requests:
+            self._constrain()
+        return outputs
 
 
 class ResidentLoop(Loop):
@@ -128,9 +182,11 @@ class ResidentLoop(Loop):
         output = self._schedule()
         if output.requests:
             self._dispatch(output)
-            if len(self._in_flight) < 2:
-                return []
-        return self._update(*self._fetch()) if self._in_flight else []
+        full = len(self._in_flight) > 1 or not output.requests
+        outputs = self._update(*self._fetch()) if self._in_flight and full else []
+        if output.requests:
+            self._constrain()
+        return outputs
 
 
 LOOPS: dict[str, type[Loop]] = {"sync": SyncLoop, "overlap": OverlapLoop, "resident": ResidentLoop}

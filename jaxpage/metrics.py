@@ -32,6 +32,7 @@ _COUNTERS = {
     "dispatch_seconds": "host time: packing a step and sending it off",
     "fetch_seconds": "host time: waiting for a step's results",
     "update_seconds": "host time: taking in a step's results",
+    "mask_seconds": "host time: waiting for the masks of grammars",
 }
 """Names as in `EngineCore.stats`."""
 

@@ -10,6 +10,7 @@ from jaxpage.wire import TokenLogprobs
 
 if TYPE_CHECKING:
     from jaxpage.beam_group import BeamGroup
+    from jaxpage.structured.constraint import Constraint
 
 
 class RequestStatus(enum.Enum):
@@ -56,6 +57,8 @@ class Request:
     """Requests that wait for this one's prompt in order to fork from it."""
     beams: "BeamGroup | None" = None
     """The beam search that it is a beam of."""
+    constraint: "Constraint | None" = None
+    """What its text must fit."""
     token_ids: list[int] = field(init=False)
     """Prompt and output: everything that is known."""
     num_in_flight: int = 0
@@ -100,6 +103,11 @@ class Request:
         return bool(self.bad_words or self.params.logit_bias) or self.params.allowed_token_ids is not None
 
     @property
+    def can_begin(self) -> bool:
+        """Whether it is known what its text must fit, if anything."""
+        return self.constraint is None or self.constraint.is_ready
+
+    @property
     def wants_scores(self) -> bool:
         """Whether it asks for log-probabilities that steps do not report."""
         return self.num_prompt_logprobs is not None or self.params.logprobs == -1
@@ -126,7 +134,8 @@ class Request:
         """
         self.token_ids.append(token_id)
         num_output_tokens = len(self.token_ids) - len(self.prompt_token_ids)
-        if token_id in self.stop_token_ids and num_output_tokens > self.params.min_tokens:
+        goes_on = self.constraint is None or self.constraint.accept(token_id)
+        if not goes_on or (token_id in self.stop_token_ids and num_output_tokens > self.params.min_tokens):
             return "stop", token_id if token_id in self.params.stop_token_ids else None
         if num_output_tokens >= self.max_tokens:
             return "length", None

@@ -141,6 +141,15 @@ class Scheduler:
         self._finish(request)
         return request
 
+    def hold_back(self, request: Request) -> None:
+        """Take back the token that the newest step draws for a request, with all earlier steps known.
+
+        Its last known token will be computed again, and what follows is drawn then.
+        """
+        assert request.num_in_flight == 1, "only the newest step is in flight"
+        request.num_in_flight = 0
+        request.num_computed_tokens -= 1
+
     def preempt_all(self) -> None:
         """Take every running request off; nothing of theirs may be in flight. They resume in their order."""
         while self.running:
@@ -201,8 +210,12 @@ class Scheduler:
                 self._finish(request)
             elif len(request.token_ids) % block_size == 0 and request.num_computed_tokens >= len(request.token_ids):
                 self._publish(request)
+            in_text = finish_reason == "stop" and token_id not in request.stop_token_ids
             outputs.append(
-                TokenOutput(request.request_id, [token_id], finish_reason, stop_token_id, num_cached, found, of_prompt)
+                TokenOutput(
+                    *(request.request_id, [token_id], finish_reason, stop_token_id, num_cached, found, of_prompt),
+                    ends_in_text=in_text,
+                )
             )
         return outputs
 
@@ -238,7 +251,7 @@ class Scheduler:
             request = self.waiting[index]
             if request.num_in_flight:
                 break  # preempted, and its last tokens are not known yet: they will be in the next step
-            if self._is_long(request) and num_long >= self._max_num_partial_prefills:
+            if not request.can_begin or (self._is_long(request) and num_long >= self._max_num_partial_prefills):
                 index += 1  # others go before it
                 continue
             members, everyone = _members(request), _all_members(request)

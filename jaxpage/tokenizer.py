@@ -5,9 +5,11 @@ a second; ids are the ones that transformers' `AutoTokenizer` gives for the same
 """
 
 import json
+import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
@@ -15,6 +17,9 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from jaxpage.chat_template import ChatTemplates
 from jaxpage.errors import ModelLoadError, RequestError
 from jaxpage.models.packaged import resolve_model
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REPLACEMENT = "\ufffd"
@@ -47,12 +52,32 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
         """Every token that ends an answer, the tokenizer's own first."""
         self._texts: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._for_grammars: LLTokenizer | None = None
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         """Tokens that have a text; a model's logits may be padded beyond them."""
 
     @property
     def has_chat_template(self) -> bool:
         return bool(self._chat_templates)
+
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:
+        """Texts of the special tokens."""
+        return frozenset(filter(None, map(self._backend.id_to_token, self._special_ids)))
+
+    def for_grammars(self, vocab_size: int, eos_token_ids: Sequence[int]) -> "LLTokenizer":
+        """The same vocabulary as llguidance takes it, for logits of so many tokens; seconds for a large one, once.
+
+        eos_token_ids: what ends a text, one id or more.
+        """
+        from llguidance import LLTokenizer
+
+        with self._lock:
+            if self._for_grammars is None:
+                size = max(vocab_size, self.vocab_size)
+                self._for_grammars = LLTokenizer(self._backend.to_str(), n_vocab=size, eos_token=list(eos_token_ids))
+        return self._for_grammars
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, framed by BOS and EOS as the model wants it if `add_special_tokens`.

@@ -83,6 +83,8 @@ class TokenOutput(msgspec.Struct, frozen=True, tag="tokens", array_like=True):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     """At the prompt's tokens from the second on, where they are asked for; in a request's first output."""
+    ends_in_text: bool = False
+    """Whether the last token of an output that has stopped belongs to its text: a grammar lets nothing follow it."""
 
 
 class BeamSequence(msgspec.Struct, frozen=True, array_like=True):

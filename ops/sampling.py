@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxpage.ops.processing import ProcessingState, process
+from jaxpage.ops.processing import LAST_RESORT, ProcessingState, process
 
 
 @jax.tree_util.register_dataclass
@@ -34,19 +34,35 @@ def sample(logits: jax.Array, state: SamplingState, processing: ProcessingState)
     logits: [rows, vocab] float32, finite. Returns [rows] int32.
     """
 
-    def greedy(processed: jax.Array) -> jax.Array:
-        return jnp.argmax(processed, axis=-1).astype(jnp.int32)
-
-    def some_random(processed: jax.Array) -> jax.Array:
-        return jnp.where(state.temperature > 0, draw(processed, state), greedy(processed))
-
     def choose() -> jax.Array:
-        processed = jax.lax.cond(processing.is_needed, lambda: process(logits, processing), lambda: logits)
-        return jax.lax.cond(jnp.any(state.temperature > 0), some_random, greedy, processed)
+        return _choose(jax.lax.cond(processing.is_needed, lambda: process(logits, processing), lambda: logits), state)
 
     # Most steps are greedy and plain: they take the argmax and copy nothing.
     plain = ~processing.is_needed & ~jnp.any(state.temperature > 0)
-    return jax.lax.cond(plain, lambda: greedy(logits), choose)
+    return jax.lax.cond(plain, lambda: _greedy(logits), choose)
+
+
+def sample_within(logits: jax.Array, mask: jax.Array, state: SamplingState, processing: ProcessingState) -> jax.Array:
+    """Draw one token per row among those that a mask allows, which holds before all other options.
+
+    logits: [rows, vocab] float32, finite; mask: [rows, ceil(vocab / 32)] int32, bit i of word j for token 32 * j + i.
+    Returns [rows] int32.
+    """
+    allowed = ((mask[:, :, None] >> jnp.arange(32)) & 1).astype(bool).reshape(len(mask), -1)[:, : logits.shape[1]]
+    processed = jax.lax.cond(processing.is_needed, lambda: process(logits, processing), lambda: logits)
+    # Where the other options leave nothing of what the mask allows, they give way.
+    return _choose(jnp.where(allowed, jnp.maximum(processed, LAST_RESORT), -jnp.inf), state)
+
+
+def _greedy(logits: jax.Array) -> jax.Array:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _choose(logits: jax.Array, state: SamplingState) -> jax.Array:
+    def some_random(logits: jax.Array) -> jax.Array:
+        return jnp.where(state.temperature > 0, draw(logits, state), _greedy(logits))
+
+    return jax.lax.cond(jnp.any(state.temperature > 0), some_random, _greedy, logits)
 
 
 def draw(logits: jax.Array, state: SamplingState) -> jax.Array:

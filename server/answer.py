@@ -90,6 +90,7 @@ async def answer(
     service = service_of(http_request)
     request_id = f"{form.id_prefix}-{uuid.uuid4().hex}"
     head = {"id": request_id, "created": int(time.time()), "model": service.model_name}
+    await service.engine.prepare(params)
     generation = service.admit(
         request_id, prompts, params, priority=request.priority or 0, cache_salt=request.cache_salt
     )

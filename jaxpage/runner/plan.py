@@ -6,6 +6,7 @@ Packing (numpy) and unpacking (JAX, in the compiled program) stand side by side:
 Every pack fills a fresh buffer: a step in flight may still read the last one.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,6 +54,24 @@ def pack_forks(output: SchedulerOutput, num_rows: int, num_groups: int) -> np.nd
     if output.block_copies:
         copies = packed[3 * num_rows + 1 :].reshape(2, capacity)
         copies[:, : len(output.block_copies)] = np.asarray(output.block_copies, np.int32).T
+    return packed
+
+
+KEEP_DRAW, DRAW_AGAIN, UNDO_DRAW = 0, 1, 2
+"""What becomes of the token that a step has drawn for a place."""
+
+
+def pack_redraws(masks: Mapping[int, np.ndarray | None], num_places: int, vocab_size: int) -> np.ndarray:
+    """What becomes of a step's tokens by place, and the mask behind it, as [places, 1 + ceil(vocab / 32)] int32.
+
+    A token is drawn again by its mask or, without one, undone. Places that are not named keep theirs.
+    """
+    packed = np.full((num_places, 1 + -(-vocab_size // 32)), -1, np.int32)
+    packed[:, 0] = KEEP_DRAW
+    for place, mask in masks.items():
+        packed[place, 0] = UNDO_DRAW if mask is None else DRAW_AGAIN
+        if mask is not None:
+            packed[place, 1:] = mask
     return packed
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxpage.models.params import Params
 from jaxpage.ops.attention import KVCache
 from jaxpage.runner.buckets import Bucket, by_usefulness, choose_bucket
-from jaxpage.runner.plan import NUM_EDITS, admission_size, empty_forks, pack_edits, rules_layout
+from jaxpage.runner.plan import NUM_EDITS, admission_size, empty_forks, pack_edits, pack_redraws, rules_layout
 from jaxpage.runner.programs import ProgramStore
 from jaxpage.runner.scoring import NUM_SCORED_ROWS, NUM_SCORED_TOKENS
 from jaxpage.runner.state import BatchState
@@ -24,6 +24,7 @@ from jaxpage.runner.step import (
     compile_admit,
     compile_edit,
     compile_fork,
+    compile_redraw,
     compile_rules,
     compile_score,
     compile_score_rows,
@@ -68,6 +69,8 @@ class ProgramTable:
         self._progress = progress
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._admit: dict[int, jax.stages.Compiled] = {}
+        self._num_places = sorted({bucket.num_rows for bucket in buckets})
+        self._redraw: dict[int, Future[jax.stages.Compiled]] = {}
         self._closing = threading.Event()
         self._background: threading.Thread | None = None
         # Much of XLA's compiling is serial: two programs at a time take little longer than one.
@@ -80,7 +83,7 @@ class ProgramTable:
     @property
     def num_wanted(self) -> int:
         """Programs that there will be."""
-        return len(_SMALL) + len(_RARE) + len(self._capacities) + len(self._buckets)
+        return len(_SMALL) + len(_RARE) + len(self._capacities) + len(self._buckets) + len(self._num_places)
 
     @property
     def token_budget(self) -> int:
@@ -93,6 +96,7 @@ class ProgramTable:
             program.result()
         self._small |= {name: self._pool.submit(self._compile_small, name) for name in _RARE}
         self._shorter = [self._pool.submit(self._compile_admission, capacity) for capacity in self._capacities[:-1]]
+        self._redraw = {count: self._pool.submit(self._compile_redraw, count) for count in self._num_places}
         logger.info("%d of %d programs are ready: serving", self._store.stats.num_programs, self.num_wanted)
         rest = self._buckets[1:]
         if background:
@@ -124,6 +128,10 @@ class ProgramTable:
         capacity = min(capacity for capacity in tuple(self._admit) if capacity >= num_tokens)
         return self._admit[capacity], capacity
 
+    def redraw(self, num_places: int) -> jax.stages.Compiled:
+        """The program that draws again behind a step of so many places; waits if it is not ready yet."""
+        return self._redraw[num_places].result()
+
     def __getitem__(self, name: str) -> jax.stages.Compiled:
         """One of the small programs by its name in `runner.step`; waits for a rare one that is not ready yet."""
         return self._small[name].result()
@@ -136,7 +144,7 @@ class ProgramTable:
         self._finish()
 
     def _finish(self) -> None:
-        for small in self._small.values():
+        for small in (*self._small.values(), *self._redraw.values()):
             small.result()
         for admission in self._shorter:
             admission.result()
@@ -157,6 +165,12 @@ class ProgramTable:
         packed = np.zeros(admission_size(capacity, self._shapes.kv_cache.layout), np.int32)
         args = (self._shapes.state, packed)
         self._admit[capacity] = self._get("admit", capacity, args, lambda: compile_admit(capacity, *args))
+
+    def _compile_redraw(self, num_places: int) -> jax.stages.Compiled:
+        state, vocab_size = self._shapes.state, self._config.model.vocab_size
+        logits = jax.ShapeDtypeStruct((num_places, vocab_size), np.float32, sharding=state.token_ids.sharding)
+        args = (logits, state, pack_redraws({}, num_places, vocab_size))
+        return self._get("redraw", self._config, args, lambda: compile_redraw(self._config, *args))
 
     def _compile_small(self, name: str) -> jax.stages.Compiled:
         params, kv_cache, state = self._shapes.params, self._shapes.kv_cache, self._shapes.state

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,15 @@ from jaxpage.ops.attention import KVCache
 from jaxpage.request import Request
 from jaxpage.runner.buckets import make_buckets
 from jaxpage.runner.compile_watch import num_compiles
-from jaxpage.runner.plan import NUM_EDITS, pack_admission, pack_edits, pack_forks, pack_rules, rules_layout
+from jaxpage.runner.plan import (
+    NUM_EDITS,
+    pack_admission,
+    pack_edits,
+    pack_forks,
+    pack_redraws,
+    pack_rules,
+    rules_layout,
+)
 from jaxpage.runner.program_table import DeviceShapes, ProgramTable
 from jaxpage.runner.programs import ProgramStore
 from jaxpage.runner.resolve import resolve_dtype, resolve_max_model_len, resolve_num_blocks
@@ -47,6 +56,7 @@ class DispatchedStep:
     """A step that runs on the device; its tokens are on their way to the host."""
 
     result: StepResult
+    logits: jax.Array  # [places, vocab] float32
     places: Ints
     """Where the results of each scheduled request stand."""
     requests: list[Request]
@@ -54,6 +64,8 @@ class DispatchedStep:
     wants_logprobs: bool
     scores: Scores | None
     """What a request asks for besides."""
+    redrawn: tuple[dict[int, int], StepResult] | None = None
+    """Requests whose tokens were drawn again, by index to place, and what was drawn."""
 
 
 class Runner:
@@ -212,11 +224,10 @@ class Runner:
             edits, ahead = edits[:, programs.edit_capacity :], edits[:, : programs.edit_capacity]
             self._state = programs["edit"](self._state, self._send(pack_edits(ahead, programs.edit_capacity)))
         step = programs.step(output.num_tokens, len(output.rows), max(output.query_lens))
-        self._kv_cache, self._state, result = step(
+        self._kv_cache, self._state, result, logits = step(
             self._params, self._kv_cache, self._state, self._send(pack_edits(edits, NUM_EDITS))
         )
-        for array in jax.tree.leaves(result if output.wants_logprobs else result.tokens):
-            array.copy_to_host_async()
+        _send_back(result, output.wants_logprobs)
         scores = None
         if any(request.wants_scores for request in output.requests):
             scores = dispatch_scores(
@@ -225,7 +236,25 @@ class Runner:
                 score=lambda packed: programs["score"](self._params, self._state.hidden, self._send(packed)),
                 score_rows=lambda packed: programs["score_rows"](self._params, self._state.hidden, self._send(packed)),
             )
-        return DispatchedStep(result, places, output.requests, output.wants_logprobs, scores)
+        return DispatchedStep(result, logits, places, output.requests, output.wants_logprobs, scores)
+
+    def draw_again(self, step: DispatchedStep, masks: dict[int, np.ndarray | None]) -> DispatchedStep:
+        """Draw again for some requests of the newest step, each by its mask, or undo the draw without one.
+
+        masks: by the request's index in the step, [ceil(vocab / 32)] int32. Returns the step at once.
+        """
+        places = {index: int(step.places[index]) for index in masks}
+        packed = pack_redraws(
+            {places[index]: mask for index, mask in masks.items()}, len(step.logits), self.model_config.vocab_size
+        )
+        redraw = self._programs.redraw(len(step.logits))
+        self._state, result = redraw(step.logits, self._state, self._send(packed))
+        _send_back(result, step.wants_logprobs)
+        return dataclasses.replace(step, redrawn=(places, result))
+
+    def has_ended(self, step: DispatchedStep) -> bool:
+        """Whether the device has run a step."""
+        return step.result.tokens.is_ready()  # type: ignore[attr-defined]
 
     def fetch(
         self, step: DispatchedStep
@@ -237,14 +266,27 @@ class Runner:
             tokens: list[int] = np.asarray(step.result.tokens)[step.places].tolist()
             logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
             if step.wants_logprobs:
-                found = jax.tree.map(np.asarray, step.result.logprobs)
-                for index, (place, request) in enumerate(zip(step.places, step.requests, strict=True)):
-                    if request.num_logprobs >= 0:
-                        logprobs[index] = host_logprobs(found, place, request.num_logprobs)
+                self._take_logprobs(step, step.result, dict(enumerate(step.places.tolist())), logprobs)
+            if step.redrawn is not None:
+                places, result = step.redrawn
+                drawn = np.asarray(result.tokens)
+                for index, place in places.items():
+                    tokens[index] = int(drawn[place])
+                if step.wants_logprobs:
+                    self._take_logprobs(step, result, places, logprobs)
             if step.scores is None:
                 return tokens, logprobs, None
             prompts, logprobs = fetch_scores(step.scores, step.requests, logprobs)
             return tokens, logprobs, prompts
+
+    def _take_logprobs(
+        self, step: DispatchedStep, result: StepResult, places: dict[int, int], logprobs: list[TokenLogprobs | None]
+    ) -> None:
+        """Fill in what requests ask for; places: by index in the step."""
+        found = jax.tree.map(np.asarray, result.logprobs)
+        for index, place in places.items():
+            if (wanted := step.requests[index].num_logprobs) >= 0:
+                logprobs[index] = host_logprobs(found, place, wanted)
 
     def _send(self, packed: np.ndarray) -> jax.Array:
         return jax.device_put(packed, self._replicated)
@@ -254,6 +296,12 @@ class Runner:
             return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=self._replicated)
 
         return jax.tree.map(placed, jax.eval_shape(make))
+
+
+def _send_back(result: StepResult, with_logprobs: bool) -> None:
+    """Let a result start on its way to the host."""
+    for array in jax.tree.leaves(result if with_logprobs else result.tokens):
+        array.copy_to_host_async()
 
 
 def _keep_freed_memory() -> None:

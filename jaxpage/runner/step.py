@@ -5,6 +5,7 @@
     rules    what an admitted request says of single tokens -> the same row
     edit     block tables and places of the next step, as far as they differ
     step     the last edits -> forward, sample, append, for every place
+    redraw   masks of tokens -> other tokens in place of the last ones, for some places
     score    some tokens of the last step -> log-probabilities of what follows them; score_rows: of all the vocabulary
 
 All take the device state donated and give it back updated; nothing else crosses between host and device but what they
@@ -27,10 +28,25 @@ from jaxpage.models.registry import model_for
 from jaxpage.ops.attention import AttentionMetadata, KVCache, Target
 from jaxpage.ops.launch import GPU
 from jaxpage.ops.processing import ProcessingState
-from jaxpage.ops.sampling import SamplingState, TokenLogprobs, draw, logprobs_at, sample, token_logprobs
+from jaxpage.ops.sampling import (
+    SamplingState,
+    TokenLogprobs,
+    draw,
+    logprobs_at,
+    sample,
+    sample_within,
+    token_logprobs,
+)
 from jaxpage.ops.token_rules import RulesLayout
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.plan import rules_layout, unpack_admission, unpack_forks
+from jaxpage.runner.plan import (
+    DRAW_AGAIN,
+    KEEP_DRAW,
+    UNDO_DRAW,
+    rules_layout,
+    unpack_admission,
+    unpack_forks,
+)
 from jaxpage.runner.state import BatchState
 
 trace_counts: Counter[str] = Counter()
@@ -61,7 +77,8 @@ def compile_step(
     """Compile the step of one bucket for arguments of these shapes (arrays or `ShapeDtypeStruct`s).
 
     It is made for the devices that their shardings name: GPUs among them need not be on this machine.
-    The program is `(params, kv_cache, state, edits) -> (kv_cache, state, StepResult)`; kv_cache and state are donated.
+    The program is `(params, kv_cache, state, edits) -> (kv_cache, state, StepResult, logits [rows, vocab] float32)`;
+    kv_cache and state are donated.
     """
 
     mesh = kv_cache.buffers[0].sharding.mesh
@@ -69,11 +86,12 @@ def compile_step(
 
     def step(
         params: Params, kv_cache: KVCache, state: BatchState, edits: jax.Array
-    ) -> tuple[KVCache, BatchState, StepResult]:
+    ) -> tuple[KVCache, BatchState, StepResult, jax.Array]:
         trace_counts["step"] += 1
         return _step(params, kv_cache, _edit(state, edits), config, bucket, target)
 
-    out_shardings = (*_shardings((kv_cache, state)), NamedSharding(mesh, PartitionSpec()))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    out_shardings = (*_shardings((kv_cache, state)), everywhere, everywhere)
     jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
     return jitted.lower(params, kv_cache, state, edits).compile()
 
@@ -119,6 +137,21 @@ def compile_rules(state: Any, packed: Any) -> jax.stages.Compiled:
         return dataclasses.replace(state, rules=state.rules.at[packed[0]].set(packed[1:]))
 
     return jax.jit(set_rules, donate_argnums=(0,), out_shardings=_shardings(state)).lower(state, packed).compile()
+
+
+def compile_redraw(config: ProgramConfig, logits: Any, state: Any, packed: Any) -> jax.stages.Compiled:
+    """Compile `(logits, state, packed redraws) -> (state, StepResult)` behind a step of as many places.
+
+    logits: [rows, vocab] float32. state is donated.
+    """
+
+    def redraw(logits: jax.Array, state: BatchState, packed: jax.Array) -> tuple[BatchState, StepResult]:
+        trace_counts["redraw"] += 1
+        return _redraw(logits, state, packed, config)
+
+    out_shardings = (_shardings(state), NamedSharding(logits.sharding.mesh, PartitionSpec()))
+    jitted = jax.jit(redraw, donate_argnums=(1,), out_shardings=out_shardings)
+    return jitted.lower(logits, state, packed).compile()
 
 
 def compile_fork(kv_cache: Any, state: Any, packed: Any) -> jax.stages.Compiled:
@@ -223,7 +256,7 @@ def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCa
 
 def _step(
     params: Params, kv_cache: KVCache, state: BatchState, config: ProgramConfig, bucket: Bucket, target: Target
-) -> tuple[KVCache, BatchState, StepResult]:
+) -> tuple[KVCache, BatchState, StepResult, jax.Array]:
     model = model_for(config.model.architecture)
     rows, query_lens = state.places[:, : bucket.num_rows]
 
@@ -282,7 +315,28 @@ def _step(
         num_computed_tokens=state.num_computed_tokens.at[rows].add(query_lens),
         hidden=state.hidden.at[: bucket.num_tokens].set(hidden),
     )
-    return kv_cache, updated, StepResult(jnp.where(draws, drawn, -1), logprobs)
+    return kv_cache, updated, StepResult(jnp.where(draws, drawn, -1), logprobs), logits
+
+
+def _redraw(
+    logits: jax.Array, state: BatchState, packed: jax.Array, config: ProgramConfig
+) -> tuple[BatchState, StepResult]:
+    rows = state.places[0, : logits.shape[0]]
+    redraw, mask = packed[:, 0], packed[:, 1:]
+    draws = redraw == DRAW_AGAIN
+    # Back to where the step stood when it drew; a draw that is undone takes the row's last computed token with it.
+    num_tokens = state.num_tokens.at[rows].add(-(redraw != KEEP_DRAW).astype(jnp.int32))
+    num_computed = state.num_computed_tokens.at[rows].add(-(redraw == UNDO_DRAW).astype(jnp.int32))
+    before = dataclasses.replace(state, num_tokens=num_tokens, num_computed_tokens=num_computed)
+    sampling, processing = _sampling_states(before, rows, draws, rules_layout(config.model.vocab_size))
+    drawn = sample_within(logits, mask, sampling, processing)
+    logprobs = token_logprobs(logits, drawn, jnp.where(draws, state.num_logprobs[rows], -1), config.num_logprobs)
+    updated = dataclasses.replace(
+        before,
+        token_ids=state.token_ids.at[jnp.where(draws, rows, state.num_rows), num_tokens[rows]].set(drawn, mode="drop"),
+        num_tokens=num_tokens.at[rows].add(draws.astype(jnp.int32)),
+    )
+    return updated, StepResult(jnp.where(draws, drawn, -1), logprobs)
 
 
 def _sampling_states(

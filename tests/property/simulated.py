@@ -4,9 +4,14 @@ The model has a layer per KV spec. What a layer keeps of a token is a digest of 
 the layers before, as in a real model, so that any wrong, stale, freed or shared block gives wrong tokens.
 """
 
+import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from jaxpage.beam_search import BeamSearch, FinishedBeam
 from jaxpage.ops.kv_spec import KVLayout, KVSpec
@@ -33,11 +38,51 @@ def candidates(hidden: int, count: int) -> list[tuple[int, float]]:
     return sorted(logprobs, key=lambda pair: -pair[1])[:count]
 
 
-def draw(hidden: int, request: Request) -> int:
-    """The next token: the most probable one, or what the request's seed makes of it."""
+def draw(hidden: int, request: Request, allowed: Collection[int] = range(VOCAB_SIZE)) -> int:
+    """The next token of those allowed: the most probable one, or what the request's seed makes of it."""
     if request.params.greedy:
-        return candidates(hidden, 1)[0][0]
-    return hash((hidden, request.seed)) % VOCAB_SIZE
+        return next(token_id for token_id, _ in candidates(hidden, VOCAB_SIZE) if token_id in allowed)
+    return sorted(allowed)[hash((hidden, request.seed)) % len(allowed)]
+
+
+class Rule:
+    """Stands in for a grammar: every text has some length, and the tokens that may follow differ from place to place.
+
+    Masks come at once or, if it is late, out of a thread some time later.
+    """
+
+    def __init__(self, salt: int, length: int, late: bool) -> None:
+        self._salt, self._length, self._late = salt, length, late
+        self._num_tokens = 0
+        self.mask = self._make()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.mask.done()
+
+    def accept(self, token_id: int) -> bool:
+        assert token_id in self.allowed(self._num_tokens), "drawn against the mask"
+        self._num_tokens += 1
+        if self._num_tokens == self._length:
+            return False
+        self.mask = self._make()
+        return True
+
+    def allowed(self, num_tokens: int) -> set[int]:
+        """What may follow so many tokens."""
+        return {token_id for token_id in range(VOCAB_SIZE) if (token_id + num_tokens + self._salt) % 3}
+
+    def goes_on(self, num_tokens: int) -> bool:
+        return num_tokens < self._length
+
+    def _make(self) -> "Future[np.ndarray]":
+        mask: Future[np.ndarray] = Future()
+        bits = np.array([sum(1 << token_id for token_id in self.allowed(self._num_tokens))], np.int32)
+        if self._late:
+            threading.Timer(0.002, mask.set_result, (bits,)).start()
+        else:
+            mask.set_result(bits)
+        return mask
 
 
 @functools.cache
@@ -62,9 +107,13 @@ def salt_of(request: Request) -> str | None:
 def expected_tokens(specs: tuple[KVSpec, ...], request: Request) -> tuple[list[int], str]:
     """The tokens that the request must get, and why it ends, from its prompt and options alone."""
     tokens = list(request.prompt_token_ids)
+    rule = request.constraint
+    assert rule is None or isinstance(rule, Rule)
     for count in range(1, request.max_tokens + 1):
-        tokens.append(draw(kept(specs, tuple(tokens), salt_of(request))[-1][-1], request))
-        if tokens[-1] in request.stop_token_ids and count > request.params.min_tokens:
+        allowed = range(VOCAB_SIZE) if rule is None else rule.allowed(count - 1)
+        tokens.append(draw(kept(specs, tuple(tokens), salt_of(request))[-1][-1], request, allowed))
+        stops = tokens[-1] in request.stop_token_ids and count > request.params.min_tokens
+        if stops or (rule is not None and not rule.goes_on(count)):
             return tokens[request.num_prompt_tokens :], "stop"
     return tokens[request.num_prompt_tokens :], "length"
 
@@ -90,10 +139,11 @@ class DeviceRow:
     num_computed_tokens: int = 0
     request: Request | None = None
     """For its options: seed, temperature, salt, candidates."""
+    hidden: int = 0
+    """What the last token was drawn from."""
 
     def copy(self) -> "DeviceRow":
-        tables = [list(table) for table in self.tables]
-        return DeviceRow(tables, list(self.token_ids), self.num_computed_tokens, self.request)
+        return dataclasses.replace(self, tables=[list(table) for table in self.tables], token_ids=list(self.token_ids))
 
 
 class Device:
@@ -122,6 +172,22 @@ class Device:
             row.num_computed_tokens += query_len
         results = [self._sample(row, values[-1]) for row, values in zip(scheduled, hidden, strict=True)]
         return [token_id for token_id, _ in results], [logprobs for _, logprobs in results]
+
+    def draw_again(self, output: SchedulerOutput, masks: dict[int, np.ndarray | None]) -> dict[int, int]:
+        """Draw again or, without a mask, undo; by index in the step. Returns what was drawn, -1 where nothing was."""
+        drawn: dict[int, int] = {}
+        for index, mask in masks.items():
+            row = self.rows[output.rows[index]]
+            assert row.request is not None
+            row.token_ids.pop()
+            if mask is None:
+                row.num_computed_tokens -= 1
+                drawn[index] = -1
+                continue
+            allowed = [token_id for token_id in range(VOCAB_SIZE) if mask[0] >> token_id & 1]
+            drawn[index] = draw(row.hidden, row.request, allowed)
+            row.token_ids.append(drawn[index])
+        return drawn
 
     def _prepare(self, output: SchedulerOutput) -> None:
         forked = [self.rows[fork.source].copy() for fork in output.row_forks]
@@ -171,6 +237,7 @@ class Device:
         if row.num_computed_tokens < len(row.token_ids):
             return -1, None
         assert row.request is not None
+        row.hidden = hidden
         token_id = draw(hidden, row.request)
         row.token_ids.append(token_id)
         if row.request.num_logprobs < 0:

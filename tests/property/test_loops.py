@@ -1,12 +1,13 @@
 """Requests arrive, are stepped and aborted in any order: the three loops tell each the same tokens, sooner or later."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from simulated import VOCAB_SIZE, Device, expected_tokens
+from simulated import VOCAB_SIZE, Device, Rule, expected_tokens
 
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.spec import max_request_tokens, plan_layout
@@ -17,11 +18,15 @@ from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduler import Scheduler, SchedulerOutput
 from jaxpage.wire import TokenLogprobs, TokenOutput
 
+if TYPE_CHECKING:
+    from jaxpage.structured.constraint import Constraint
+
 KINDS = ((KVSpec(1, 8),), (KVSpec(1, 8, window=5), KVSpec(1, 8)))
 BASES = ([0] * 24, [0, 1] * 12)
 """Prompts begin alike, so that they share blocks."""
 BLOCK_SIZE, BUDGET, MAX_NUM_SEQS, NUM_BLOCKS = 4, 16, 3, 12
 Results = tuple[list[int], list[TokenLogprobs | None], None]
+Step = tuple[SchedulerOutput, list[int], list[TokenLogprobs | None]]
 
 
 class AsyncDevice:
@@ -30,11 +35,19 @@ class AsyncDevice:
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def dispatch(self, output: SchedulerOutput) -> Results:
-        return *self._device.run(output), None
+    def dispatch(self, output: SchedulerOutput) -> Step:
+        return output, *self._device.run(output)
 
-    def fetch(self, step: Results) -> Results:
-        return step
+    def draw_again(self, step: Step, masks: dict[int, np.ndarray | None]) -> Step:
+        output, tokens, logprobs = step
+        drawn = self._device.draw_again(output, masks)
+        return output, [drawn.get(index, token_id) for index, token_id in enumerate(tokens)], logprobs
+
+    def has_ended(self, step: Step) -> bool:
+        return True
+
+    def fetch(self, step: Step) -> Results:
+        return *step[1:], None
 
 
 @dataclass
@@ -80,6 +93,7 @@ class Modes(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         greedy=st.booleans(),
         n=st.integers(1, 3),
+        rule=st.none() | st.tuples(st.integers(0, 2), st.integers(1, 6), st.booleans()),
     )
     def add(self, base: list[int], length: int, max_tokens: int, min_tokens: int, seed: int, **options: Any) -> None:
         prompt = base[: min(length, self.longest)]
@@ -99,6 +113,8 @@ class Modes(RuleBasedStateMachine):
             first.forks = forks
             mode.loop.scheduler.add(first)
             for request in (first, *forks):
+                if options["rule"] is not None:
+                    request.constraint = cast("Constraint", Rule(*options["rule"]))
                 mode.tokens[request.request_id] = []
                 self.expected[request.request_id] = expected_tokens(self.specs, request)
 
