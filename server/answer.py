@@ -15,6 +15,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxpage.errors import RequestError
 from jaxpage.outputs import CompletionOutput
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.server.generation import Generation
@@ -90,7 +91,10 @@ async def answer(
     service = service_of(http_request)
     request_id = f"{form.id_prefix}-{uuid.uuid4().hex}"
     head = {"id": request_id, "created": int(time.time()), "model": service.model_name}
-    await service.engine.prepare(params)
+    try:
+        await service.engine.prepare(params)
+    except RequestError as error:  # it knows nothing of the request's field
+        raise RequestError(str(error), request.structure.field if request.structure else error.param) from error
     generation = service.admit(
         request_id, prompts, params, priority=request.priority or 0, cache_salt=request.cache_salt
     )

@@ -18,21 +18,17 @@ from msgspec import UNSET, UnsetType
 from jaxpage.errors import RequestError
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.server.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprob
+from jaxpage.server.structure import FIELDS as STRUCTURE_FIELDS
+from jaxpage.server.structure import Structure, structure_of
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Neutral = Mapping[str, tuple[object, ...]]
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 _NEUTRAL: Neutral = {
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "logits_processors": ([],),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
 }
 _COMPLETION_NEUTRAL: Neutral = {
@@ -124,6 +120,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     early_stopping: bool | Literal["never"] | None = None
     priority: Int64 | None = None
     cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -139,6 +141,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def num_prompt_logprobs(self) -> int | None:
         """The same at each token of the prompts."""
         return self.prompt_logprobs
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the text must be. Raises `RequestError`."""
+        return structure_of(self._given(*STRUCTURE_FIELDS))
 
     def check(self) -> None:
         """Raises `RequestError` for values that are wrong only together, or that no engine option covers."""
@@ -165,7 +172,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         Raises `RequestError` that names the field at fault.
         """
         both = ("stop_token_ids", "ignore_eos", "skip_special_tokens")
+        structure = self.structure
         if self.use_beam_search:
+            if structure is not None:
+                raise RequestError("beam search cannot fit its text to a grammar: leave it out", "use_beam_search")
             options = self._given("length_penalty", "early_stopping", *both)
             width = 1 if self.n is None else self.n
             return BeamSearchParams(
@@ -197,6 +207,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             logit_bias={_token_id(key): bias for key, bias in (self.logit_bias or {}).items()},
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
+            structured_outputs=None if structure is None else structure.params,
             **options,
         )
 

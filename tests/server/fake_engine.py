@@ -14,6 +14,7 @@ from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
 from jaxpage.metrics import Metrics
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams, nth_seed
+from jaxpage.structured.grammar import grammar_of
 
 POLL_SECONDS = 0.002
 NUM_BLOCKS = 600
@@ -112,6 +113,10 @@ class FakeEngine:
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id) if token_id != 1 else ""
+
+    async def prepare(self, params: SamplingParams | BeamSearchParams) -> None:
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            grammar_of(params.structured_outputs, frozenset())
 
     def encode_chat(
         self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any

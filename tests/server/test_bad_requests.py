@@ -127,11 +127,19 @@ def test_a11_missing_and_misshapen_fields_are_named(
             for path in (CHAT, COMPLETIONS)
             for field, value in [
                 ("length_penalty", 2), ("early_stopping", True), ("early_stopping", "never"),
-                ("structured_outputs", {"regex": "a"}), ("guided_json", {}),
+                ("structured_outputs", {}), ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+                ("structured_outputs", {"regex": "(a"}), ("structured_outputs", {"json": {"not": {}}}),
+                ("structured_outputs", {"regex": "a", "disable_any_whitespace": True}),
+                ("structured_outputs", []), ("structured_outputs", "json"),
+                ("guided_json", {"type": "array", "uniqueItems": True}), ("guided_json", ""), ("guided_json", 3),
+                ("guided_regex", "["), ("guided_choice", []), ("guided_choice", "ab"), ("guided_grammar", "x ::="),
                 ("logits_processors", ["x"]),
                 ("response_format", {"type": "json_schema", "schema": {"type": "object"}}),
                 ("response_format", {"type": "banana"}), ("response_format", "text"),
-                ("response_format", {"type": "json_object"}),
+                ("response_format", {}), ("response_format", {"type": "json_schema", "json_schema": "x"}),
+                ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}),
+                ("response_format", {"type": "json_schema", "json_schema": {"schema": {"not": {"type": "null"}}}}),
+                ("response_format", {"type": "structural_tag", "format": {}}),
             ]
         ],
         (COMPLETIONS, "suffix", "end"),
