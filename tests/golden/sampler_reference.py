@@ -35,6 +35,7 @@ _DEFAULTS: dict[str, Any] = {
     "stop_token_ids": (),
     "prompt": (3, 4, 5),
     "output": (),
+    "mask": None,  # the tokens that a grammar lets follow
     "position": None,  # of the draw, where it is not behind prompt and output
 }
 _PENALTIES = ("repetition", "presence", "frequency")
@@ -67,6 +68,9 @@ def reference_process(logits: np.ndarray, row: Row) -> np.ndarray:
     for *beginning, last in row["bad_words"]:
         if output[len(output) - len(beginning) :] == beginning:
             found[last] = min(found[last], LAST_RESORT if beginning else -np.inf)
+    if row["mask"] is not None:
+        within = np.isin(np.arange(len(found)), row["mask"])
+        found = np.where(within, np.maximum(found, LAST_RESORT), -np.inf)
     return found
 
 

@@ -8,11 +8,16 @@ from dataclasses import dataclass
 import pytest
 from real_models import CASES, Model, open_model
 
-from jaxpage import RequestOutput, SamplingParams
+from jaxpage import RequestOutput, SamplingParams, StructuredOutputsParams
 from jaxpage.frontend import open_request
 from jaxpage.loops import LOOPS
 
 NUM_REQUESTS = 200
+STRUCTURES = (
+    *[None] * 4,
+    StructuredOutputsParams(regex="[a-z]{3}|[0-9]+"),
+    StructuredOutputsParams(json={"type": ["boolean", "integer"]}),
+)
 ARRIVALS_PER_STEP = 2
 
 
@@ -52,6 +57,7 @@ def workload(prompts: Sequence[list[int]]) -> list[Work]:
             ignore_eos=is_long or rng.random() < 0.5,
             stop=() if is_long else rng.choice(((), (" the", "e"), (".", " a"))),
             stop_token_ids=() if is_long else rng.choice(((), tuple(rng.sample(text, 3)))),
+            structured_outputs=None if is_long else rng.choice(STRUCTURES),
         )
         prompt = text[start : start + rng.randint(1, 30)]
         abort_after = None if is_long else rng.choice((None, None, None, rng.randint(0, max_tokens)))

@@ -18,11 +18,11 @@ from sampler_reference import (
 )
 
 from jaxpage.ops.processing import LAST_RESORT, process
-from jaxpage.ops.sampling import sample, token_logprobs
+from jaxpage.ops.sampling import sample, sample_within, token_logprobs
 
 VOCAB = 61
 PROMPT, OUTPUT = (3, 4, 5, 4, 9, 30), (7, 4, 7, 11, 7)
-run_process, run_sample = jax.jit(process), jax.jit(sample)
+run_process, run_sample, run_within = jax.jit(process), jax.jit(sample), jax.jit(sample_within)
 run_logprobs = jax.jit(token_logprobs, static_argnums=3)
 
 
@@ -97,6 +97,24 @@ def test_every_pair_of_options_gives_the_tokens_and_log_probabilities_of_the_ref
     logprobs = run_logprobs(jnp.asarray(logits), jnp.asarray(drawn), jnp.zeros(len(rows), jnp.int32), 5)
     exact = np.take_along_axis(reference_logprobs(logits), drawn[:, None], axis=-1)[:, 0]
     np.testing.assert_allclose(np.asarray(logprobs.token), exact, atol=1e-4)
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
+def test_every_pair_of_options_within_a_grammar_gives_the_tokens_of_the_reference(greedy: bool) -> None:
+    rows = []
+    for index, (_, options) in enumerate(PAIRS):
+        chosen = np.random.default_rng(index).choice(VOCAB, size=1 + index % 9, replace=False)
+        known = {"prompt": PROMPT, "output": OUTPUT, "seed": index, "mask": tuple(chosen.tolist())}
+        rows.append(known | options | ({"temperature": 0.0} if greedy else {}))
+    logits = random_logits(len(rows), seed=1)
+    masks = np.zeros((len(rows), 64), np.uint8)
+    for mask, row in zip(masks, rows, strict=True):
+        mask[list(row["mask"])] = 1
+    packed = jnp.asarray(np.packbits(masks, axis=1, bitorder="little").view("<i4"))
+    drawn = np.asarray(run_within(jnp.asarray(logits), packed, *device_states(rows, VOCAB))).tolist()
+    expected = [int(reference_scores(row, options).argmax()) for row, options in zip(logits, rows, strict=True)]
+    assert drawn == expected
+    assert all(token in row["mask"] for token, row in zip(drawn, rows, strict=True))
 
 
 def test_rows_without_options_keep_their_logits_beside_rows_with_all_of_them() -> None:

@@ -5,7 +5,8 @@ import re
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from byte_tokenizer import TOOL, make_tokenizer
+from llguidance import LLMatcher
 
 from jaxpage.errors import RequestError
 from jaxpage.sampling_params import SamplingParams, StructuredOutputsParams
@@ -14,20 +15,7 @@ from jaxpage.structured.grammar import MAX_GRAMMAR_CHARS, check_tokens, grammar_
 NO_SPECIAL: frozenset[str] = frozenset()
 
 
-class Bytes:
-    """A tokenizer of single bytes, as llguidance takes one, with two special tokens behind them."""
-
-    eos_token_id = 256
-    bos_token_id = None
-    tokens = (*(bytes([byte]) for byte in range(256)), b"<eos>", b"<tool>")
-    special_token_ids = (256, 257)
-    is_tokenizer_wrapper = True
-
-    def __call__(self, text: str) -> list[int]:
-        return list(text.encode())
-
-
-TOKENIZER = LLTokenizer(Bytes())
+TOKENIZER = make_tokenizer()
 
 
 def accepts(params: StructuredOutputsParams, text: str | list[int], special: frozenset[str] = NO_SPECIAL) -> bool:
@@ -134,8 +122,8 @@ def test_a_trigger_may_be_a_special_token() -> None:
     tag = {"structures": [{"begin": "<tool>", "schema": SCHEMA, "end": ""}], "triggers": ["<tool>"]}
     params = StructuredOutputsParams(structural_tag=tag)
     special = frozenset({"<tool>"})
-    assert accepts(params, [*b"text", 257, *b'{"a":1}'], special)
-    assert not accepts(params, [*b"text", 257, *b"{}"], special)
+    assert accepts(params, [*b"text", TOOL, *b'{"a":1}'], special)
+    assert not accepts(params, [*b"text", TOOL, *b"{}"], special)
     assert accepts(params, '<tool>{"a":1}')
 
 
