@@ -110,10 +110,12 @@ def _add_fields(group: Any, config: type, skip: Sequence[str] = ()) -> None:
         if isinstance(hint, types.UnionType):
             hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
         flag = _flag(field.name)
-        default = "" if field.default is None else f" ({field.default})"
+        default = "" if field.default in (None, ()) else f" ({field.default})"
         help_text = (field.metadata["help"] + default).replace("%", "%%")
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": help_text}
-        if hint is bool:
+        if typing.get_origin(hint) is tuple:
+            group.add_argument(flag, nargs="+", metavar=flag[2:].upper(), **options)
+        elif hint is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         else:
             group.add_argument(flag, type=hint, metavar=hint.__name__.upper(), **options)

@@ -50,11 +50,15 @@ class EngineConfig:
         True, "serve as soon as every step can run in some compiled shape, and compile the rest meanwhile"
     )
 
+    logits_processors: tuple[str, ...] = _option(
+        (), "import paths of your own functions of the logits, package.module:function, which requests name"
+    )
     strict_shapes: bool = _option(
         False, "stop the engine when serving compiles something, or moves data to or from the device implicitly"
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))  # a list may be given
         positive = ("block_size", "max_num_seqs", "max_num_batched_tokens")
         for name in positive + tuple(n for n in ("max_model_len", "num_blocks") if getattr(self, n) is not None):
             if getattr(self, name) < 1:

@@ -94,6 +94,7 @@ class EngineCore:
             num_blocks=self.runner.num_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
+            logits_processors=[processor.name for processor in self.runner.processors],
             max_beam_tokens=[
                 max_request_tokens(self.runner.layout, (self.runner.num_blocks - 1) // width, config.max_step_tokens)
                 for width in range(1, MAX_BEAM_WIDTH + 1)
@@ -140,6 +141,7 @@ class EngineCore:
         """Queue a request, checked before against the limits of `ready`: all its sequences, or all beams."""
         eos = () if message.params.ignore_eos else self._eos_token_ids
         self._num_arrived += 1
+        own = set(message.params.logits_processors)
         width = message.beam.beam_width if message.beam is not None else message.params.n
         sequences = [
             Request(
@@ -155,6 +157,7 @@ class EngineCore:
                 num_logprobs=-1 if message.params.logprobs is None else max(message.params.logprobs, 0),
                 num_prompt_logprobs=None if index else message.params.prompt_logprobs,
                 bad_words=message.bad_words,
+                own_processors=sum(1 << self.ready.logits_processors.index(name) for name in own),
                 extra_keys=None if message.cache_salt is None else ExtraKeys(cache_salt=message.cache_salt),
             )
             for index in range(width)

@@ -6,6 +6,7 @@ never imported again; its side is `engine_main`.
 """
 
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
@@ -39,7 +40,7 @@ class EngineProcess:
             socket.bind(address)
         options = msgspec.json.encode(config).decode()
         command = [sys.executable, "-m", "jaxpage.engine_main", requests, outputs, options]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment())
 
     @property
     def pid(self) -> int:
@@ -70,6 +71,14 @@ class EngineProcess:
         for socket in (self.requests, self.outputs):
             socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with huge pages for what the C library allocates: a large array costs a fault per 2 MiB and not per 4 KiB.
+
+    What the user has set stands. https://www.gnu.org/software/libc/manual/html_node/Memory-Allocation-Tunables.html
+    """
+    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | os.environ
 
 
 def envelope(message: wire.ToEngine) -> list[bytes]:

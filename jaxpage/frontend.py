@@ -327,6 +327,10 @@ def open_request(
     bad_words = [] if isinstance(params, BeamSearchParams) else _bad_word_ids(params, tokenizer)
     if isinstance(params, SamplingParams):
         _check_token_rules(params, bad_words, limits)
+        for name in params.logits_processors:
+            if name not in limits.logits_processors:
+                known = ", ".join(limits.logits_processors) or "none: see --logits-processors"
+                raise RequestError(f"logits_processors holds {name!r}, and the engine has {known}", "logits_processors")
         if params.structured_outputs is not None:
             check_structure(params.structured_outputs, tokenizer, limits)
     beam = params if isinstance(params, BeamSearchParams) else None

@@ -49,6 +49,8 @@ class Request:
     """At the prompt's tokens from the second on, as far as they are known."""
     bad_words: list[list[int]] = field(default_factory=list)
     """Token sequences that it must not generate."""
+    own_processors: int = 0
+    """Bit i is set if it asks for the engine's i-th logits processor."""
     extra_keys: ExtraKeys | None = None
     """What its KV depends on besides tokens."""
     prefix: "Request | None" = None

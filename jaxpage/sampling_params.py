@@ -125,6 +125,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     vocabulary; None: of nothing. They are of the model's own distribution, before any option changes it."""
     prompt_logprobs: int | None = None
     """The same at each token of the prompt but the first, which is then computed whole, whatever is in the cache."""
+    logits_processors: tuple[str, ...] = ()
+    """Names of the engine's own logits processors (`EngineConfig.logits_processors`) to apply, after all other options
+    but a grammar."""
     skip_reading_prefix_cache: bool = False
     """Compute the whole prompt, whatever is in the prefix cache."""
     structured_outputs: StructuredOutputsParams | None = None
@@ -171,13 +174,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for text in self.stop:
             _check("stop", text, isinstance(text, str) and text != "", "non-empty strings")
         _check_stop_token_ids(self.stop_token_ids)
+        _check_sequence("logits_processors", self.logits_processors)
+        for name in self.logits_processors:
+            _check("logits_processors", name, isinstance(name, str) and name != "", "names of logits processors")
         structured = self.structured_outputs
         is_one = structured is None or isinstance(structured, StructuredOutputsParams)
         _check("structured_outputs", structured, is_one, "StructuredOutputsParams or None")
         self._check_penalties()
         self._check_token_rules()
         # Frozen is for callers: sequences become tuples here, once, so that a list may be given.
-        for field in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+        for field in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors"):
             if (value := getattr(self, field)) is not None:
                 msgspec.structs.force_setattr(self, field, tuple(value))
         limit = LOGIT_BIAS_RANGE

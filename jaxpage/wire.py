@@ -54,6 +54,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     num_blocks: int
     block_size: int
     max_num_seqs: int
+    logits_processors: list[str]
+    """Names of the engine's own ones."""
     max_beam_tokens: list[int]
     """Most tokens of each sequence of a beam search 1, 2, ... beams wide: all of them must fit in the KV cache."""
 

@@ -1,10 +1,11 @@
 """From the model's logits to the ones that tokens are drawn from: what a request says about tokens.
 
-Order: allowed tokens, logit bias; repetition, presence and frequency penalty; minimum length, bad words. Every option
-is an array with a value per row; how often a row holds a token is counted from its token ids where a penalty asks for
-it, so that nothing of the vocabulary's size outlives the step.
+Order: allowed tokens, logit bias; repetition, presence and frequency penalty; minimum length, bad words; the user's own
+functions. Every option is an array with a value per row; how often a row holds a token is counted from its token ids
+where a penalty asks for it, so that nothing of the vocabulary's size outlives the step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -16,6 +17,21 @@ LAST_RESORT = -1e30
 """Logit of a token that is drawn only where all others are -inf."""
 _TILE = 512
 """Positions whose tokens are counted at a time."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KnownTokens:
+    """What a row's next token follows."""
+
+    token_ids: jax.Array  # [rows, max_model_len] int32, prompt and output; left-overs behind them
+    num_prompt_tokens: jax.Array  # [rows] int32
+    num_tokens: jax.Array  # [rows] int32
+
+
+LogitsProcessor = Callable[[jax.Array, KnownTokens], jax.Array]
+"""A user's own function of logits, [rows, vocab] float32, that gives others of the same shape. It is compiled, and may
+look at all rows; rows of requests that do not name it are as they were."""
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +50,9 @@ class ProcessingState:
     has_rules: jax.Array  # [rows] bool
     token_ids: jax.Array  # [batch rows, max_model_len] int32
     rules: jax.Array  # [batch rows, layout.size] int32; rows of requests without any hold left-overs
+    own: jax.Array  # [rows] int32, bit i is set where `processors[i]` is asked for
     layout: RulesLayout = field(metadata={"static": True})
+    processors: tuple[LogitsProcessor, ...] = field(metadata={"static": True})
 
     @property
     def holds_back_stops(self) -> jax.Array:
@@ -49,7 +67,7 @@ class ProcessingState:
     @property
     def is_needed(self) -> jax.Array:
         """Whether any row has an option that changes its logits, as one bool."""
-        return jnp.any(self.has_rules | self.holds_back_stops | self.is_penalized)
+        return jnp.any(self.has_rules | self.holds_back_stops | self.is_penalized | (self.own != 0))
 
 
 def process(logits: jax.Array, state: ProcessingState) -> jax.Array:
@@ -65,7 +83,25 @@ def process(logits: jax.Array, state: ProcessingState) -> jax.Array:
 
     stops = jnp.where(state.holds_back_stops[:, None], state.stop_token_ids, vocab_size)
     bad = jnp.where(has_rules, _completing_tokens(rules.bad_words, state), vocab_size)
-    return logits.at[row, jnp.concatenate([stops, bad], axis=1)].min(LAST_RESORT, mode="drop")
+    logits = logits.at[row, jnp.concatenate([stops, bad], axis=1)].min(LAST_RESORT, mode="drop")
+    return _apply_own(logits, state) if state.processors else logits
+
+
+def _apply_own(logits: jax.Array, state: ProcessingState) -> jax.Array:
+    """What they make infinite, or no number, is never drawn while there is anything else."""
+    known = KnownTokens(state.token_ids[state.rows], state.num_prompt_tokens, state.num_tokens)
+    for index, processor in enumerate(state.processors):
+        is_asked = (state.own >> index & 1).astype(bool)[:, None]
+
+        def apply(
+            logits: jax.Array, processor: LogitsProcessor = processor, is_asked: jax.Array = is_asked
+        ) -> jax.Array:
+            changed = processor(logits, known)
+            changed = jnp.where(jnp.isnan(changed), LAST_RESORT, jnp.clip(changed, LAST_RESORT, -LAST_RESORT))
+            return jnp.where(is_asked, changed.astype(logits.dtype), logits)
+
+        logits = jax.lax.cond(jnp.any(is_asked), apply, lambda logits: logits, logits)
+    return logits
 
 
 def _penalize(logits: jax.Array, state: ProcessingState) -> jax.Array:

@@ -26,7 +26,6 @@ Neutral = Mapping[str, tuple[object, ...]]
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 _NEUTRAL: Neutral = {
-    "logits_processors": ([],),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "truncate_prompt_tokens": (),
@@ -61,6 +60,7 @@ _NEUTRAL_IN_BEAM_SEARCH: Neutral = {
     "frequency_penalty": (0,),
     "include_stop_str_in_output": (False,),
     "logit_bias": ({},),
+    "logits_processors": ([],),
     "logprobs": (False,),
     "min_p": (0,),
     "min_tokens": (0,),
@@ -120,6 +120,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     early_stopping: bool | Literal["never"] | None = None
     priority: Int64 | None = None
     cache_salt: str | None = None
+    logits_processors: list[str] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -197,6 +198,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 "frequency_penalty",
                 "allowed_token_ids",
                 "bad_words",
+                "logits_processors",
             ),
             *both,
         )

@@ -98,6 +98,7 @@ class AdmittedRow:
     min_tokens: jax.Array
     num_logprobs: jax.Array
     has_rules: jax.Array
+    own_processors: jax.Array
     seed: jax.Array  # [2] uint32
     temperature: jax.Array
     top_p: jax.Array
@@ -110,7 +111,7 @@ class AdmittedRow:
     block_tables: jax.Array  # [groups, capacity / block_size, rounded up] int32
 
 
-_NUM_INTS, _NUM_FLOATS = 8, 6
+_NUM_INTS, _NUM_FLOATS = 9, 6
 _HEADER = _NUM_INTS + 2 + _NUM_FLOATS
 
 
@@ -132,6 +133,7 @@ def pack_admission(admitted: AdmittedRequest, capacity: int, layout: KVLayout) -
         params.min_tokens,
         request.num_logprobs,
         request.has_rules,
+        request.own_processors,
     )
     seed = request.seed & (2**64 - 1)
     packed[_NUM_INTS : _NUM_INTS + 2] = np.array([seed >> 32, seed & (2**32 - 1)], np.uint32).view(np.int32)
@@ -149,9 +151,10 @@ def pack_admission(admitted: AdmittedRequest, capacity: int, layout: KVLayout) -
 
 def unpack_admission(packed: jax.Array, capacity: int, num_groups: int) -> AdmittedRow:
     """The inverse of `pack_admission`, in a compiled program."""
-    row, num_tokens, num_prompt_tokens, num_computed_tokens, top_k, min_tokens, num_logprobs, has_rules = packed[
+    row, num_tokens, num_prompt_tokens, num_computed_tokens, top_k, min_tokens, num_logprobs, *others = packed[
         :_NUM_INTS
     ]
+    has_rules, own_processors = others
     floats = jax.lax.bitcast_convert_type(packed[_NUM_INTS + 2 : _HEADER], jnp.float32)
     temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty = floats
     stops, token_ids, tables = jnp.split(packed[_HEADER:], (MAX_STOP_TOKEN_IDS, MAX_STOP_TOKEN_IDS + capacity))
@@ -164,6 +167,7 @@ def unpack_admission(packed: jax.Array, capacity: int, num_groups: int) -> Admit
         min_tokens=min_tokens,
         num_logprobs=num_logprobs,
         has_rules=has_rules.astype(bool),
+        own_processors=own_processors,
         seed=jax.lax.bitcast_convert_type(packed[_NUM_INTS : _NUM_INTS + 2], jnp.uint32),
         temperature=temperature,
         top_p=top_p,

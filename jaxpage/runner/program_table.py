@@ -34,6 +34,7 @@ from jaxpage.runner.step import (
 logger = logging.getLogger(__name__)
 
 _MAX_COMPILE_THREADS = 4
+_PATIENCE_SECONDS = 1.0
 _MANY_EDITS = 1024
 _SMALL, _RARE = ("edit",), ("fork", "rules", "score", "score_rows")
 """Programs that there is one of each of, see `runner.step`; the rare ones are not waited for before serving."""
@@ -72,6 +73,7 @@ class ProgramTable:
         self._num_places = sorted({bucket.num_rows for bucket in buckets})
         self._redraw: dict[int, Future[jax.stages.Compiled]] = {}
         self._closing = threading.Event()
+        self._may_go_on = threading.Event()
         self._background: threading.Thread | None = None
         # Much of XLA's compiling is serial: two programs at a time take little longer than one.
         num_threads = min(os.cpu_count() or 1, _MAX_COMPILE_THREADS)
@@ -91,12 +93,17 @@ class ProgramTable:
         return max(bucket.num_tokens for bucket in tuple(self._steps))
 
     def wait(self, *, background: bool) -> None:
-        """Return when every step can run in some bucket, or, unless in the `background`, when all is ready."""
+        """Return when every step can run in some bucket, or, unless in the `background`, when all is ready.
+
+        What compiles in the background leaves the first step its cores: see `go_on`.
+        """
         for program in (*self._first, *self._small.values()):
             program.result()
-        self._small |= {name: self._pool.submit(self._compile_small, name) for name in _RARE}
-        self._shorter = [self._pool.submit(self._compile_admission, capacity) for capacity in self._capacities[:-1]]
-        self._redraw = {count: self._pool.submit(self._compile_redraw, count) for count in self._num_places}
+        if not background:
+            self.go_on()
+        self._small |= {name: self._later(self._compile_small, name) for name in _RARE}
+        self._shorter = [self._later(self._compile_admission, capacity) for capacity in self._capacities[:-1]]
+        self._redraw = {count: self._later(self._compile_redraw, count) for count in self._num_places}
         logger.info("%d of %d programs are ready: serving", self._store.stats.num_programs, self.num_wanted)
         rest = self._buckets[1:]
         if background:
@@ -107,14 +114,20 @@ class ProgramTable:
             self._finish()
         self._pool.shutdown(wait=False)
 
+    def go_on(self) -> None:
+        """Compile the rest: a first step has been served. Without one, it begins `_PATIENCE_SECONDS` after `wait`."""
+        self._may_go_on.set()
+
     def give_up(self) -> None:
         """Begin no further program, and wait for none."""
         self._closing.set()
+        self.go_on()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
         """Stop compiling; waits for the programs that are being compiled."""
         self._closing.set()
+        self.go_on()
         self._pool.shutdown(cancel_futures=True)
         if self._background is not None:
             self._background.join()
@@ -130,13 +143,24 @@ class ProgramTable:
 
     def redraw(self, num_places: int) -> jax.stages.Compiled:
         """The program that draws again behind a step of so many places; waits if it is not ready yet."""
+        self.go_on()
         return self._redraw[num_places].result()
 
     def __getitem__(self, name: str) -> jax.stages.Compiled:
         """One of the small programs by its name in `runner.step`; waits for a rare one that is not ready yet."""
+        if name in _RARE:
+            self.go_on()
         return self._small[name].result()
 
+    def _later(self, work: Callable[[Any], Any], what: Any) -> Future[Any]:
+        def when_it_may() -> Any:
+            self._may_go_on.wait(_PATIENCE_SECONDS)
+            return work(what)
+
+        return self._pool.submit(when_it_may)
+
     def _compile_rest(self, buckets: list[Bucket]) -> None:
+        self._may_go_on.wait(_PATIENCE_SECONDS)
         for bucket in buckets:
             if self._closing.is_set():
                 return

@@ -14,7 +14,7 @@ from jaxpage.ops.kv_spec import KVLayout
 
 logger = logging.getLogger(__name__)
 
-_CPU_KV_BYTES = 2 * 2**30
+_CPU_KV_BYTES = 2**30
 """Most memory the KV cache takes on a CPU unless `num_blocks` says otherwise: other programs live there, too."""
 
 
@@ -68,7 +68,7 @@ def resolve_num_blocks(
     logger.info(
         "num_blocks=%d (%.2f GiB in %d KV groups; %.2f of %.2f GiB beside the weights; no more is of use%s)",
         *(num_blocks, num_blocks * block_bytes / 2**30, len(layout.groups)),
-        *(config.kv_memory_fraction, free / 2**30, ", at most 2 GiB on a CPU" if device.platform == "cpu" else ""),
+        *(config.kv_memory_fraction, free / 2**30, ", at most 1 GiB on a CPU" if device.platform == "cpu" else ""),
     )
     return num_blocks
 

@@ -28,6 +28,7 @@ from jaxpage.ops.attention import KVCache
 from jaxpage.request import Request
 from jaxpage.runner.buckets import make_buckets
 from jaxpage.runner.compile_watch import num_compiles
+from jaxpage.runner.own_processors import load_processors
 from jaxpage.runner.plan import (
     NUM_EDITS,
     pack_admission,
@@ -86,6 +87,7 @@ class Runner:
             model, self.model_config = resolve_model(checkpoint)
         except UnsupportedModelError as error:
             raise ModelLoadError(f"{checkpoint.path}: {error}") from error
+        self.processors = load_processors(config.logits_processors, self.model_config.vocab_size)
         dtype = resolve_dtype(config.dtype, device.platform)
         specs = model.param_specs(self.model_config)
         params = param_shapes(specs, dtype, mesh)
@@ -123,7 +125,7 @@ class Runner:
         self._store = ProgramStore(folder, device)
         self._programs = ProgramTable(
             self._store,
-            ProgramConfig(self.model_config, MAX_BEAM_CANDIDATES),
+            ProgramConfig(self.model_config, MAX_BEAM_CANDIDATES, self.processors),
             DeviceShapes(params, *(self._shapes_of(make) for make in (make_kv_cache, make_state))),
             make_buckets(num_rows, config.max_num_batched_tokens),
             progress,
@@ -274,6 +276,7 @@ class Runner:
                     tokens[index] = int(drawn[place])
                 if step.wants_logprobs:
                     self._take_logprobs(step, result, places, logprobs)
+            self._programs.go_on()
             if step.scores is None:
                 return tokens, logprobs, None
             prompts, logprobs = fetch_scores(step.scores, step.requests, logprobs)

@@ -37,6 +37,7 @@ class BatchState:
     presence_penalty: jax.Array  # [rows] float32
     frequency_penalty: jax.Array  # [rows] float32
     has_rules: jax.Array  # [rows] bool, whether `rules` holds what its request says
+    own_processors: jax.Array  # [rows] int32, bit i is set where the request asks for the engine's i-th processor
     rules: jax.Array  # [rows, size of `RulesLayout`] int32
     hidden: jax.Array  # [most tokens of a step, embed], of the last step's tokens, as the output head takes them
 
@@ -82,6 +83,7 @@ def empty_state(
         presence_penalty=floats(),
         frequency_penalty=floats(),
         has_rules=jnp.zeros(num_rows, bool),
+        own_processors=ints(),
         rules=jnp.zeros((num_rows, rules_size), jnp.int32),
         hidden=hidden,
     )

@@ -37,8 +37,8 @@ from jaxpage.ops.sampling import (
     sample_within,
     token_logprobs,
 )
-from jaxpage.ops.token_rules import RulesLayout
 from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.own_processors import OwnProcessor
 from jaxpage.runner.plan import (
     DRAW_AGAIN,
     KEEP_DRAW,
@@ -60,6 +60,8 @@ class ProgramConfig:
     model: ModelConfig
     num_logprobs: int
     """Most alternatives that a row may ask for."""
+    processors: tuple[OwnProcessor, ...] = ()
+    """The user's own logits processors, in the order of their bits in `BatchState.own_processors`."""
 
 
 @jax.tree_util.register_dataclass
@@ -300,7 +302,7 @@ def _step(
     num_tokens = state.num_tokens[rows]
     draws = (query_lens > 0) & (kv_lens == num_tokens)
     with jax.named_scope("sample"):
-        sampling, processing = _sampling_states(state, rows, draws, rules_layout(config.model.vocab_size))
+        sampling, processing = _sampling_states(state, rows, draws, config)
         drawn = sample(logits, sampling, processing)
 
     with jax.named_scope("logprobs"):
@@ -328,7 +330,7 @@ def _redraw(
     num_tokens = state.num_tokens.at[rows].add(-(redraw != KEEP_DRAW).astype(jnp.int32))
     num_computed = state.num_computed_tokens.at[rows].add(-(redraw == UNDO_DRAW).astype(jnp.int32))
     before = dataclasses.replace(state, num_tokens=num_tokens, num_computed_tokens=num_computed)
-    sampling, processing = _sampling_states(before, rows, draws, rules_layout(config.model.vocab_size))
+    sampling, processing = _sampling_states(before, rows, draws, config)
     drawn = sample_within(logits, mask, sampling, processing)
     logprobs = token_logprobs(logits, drawn, jnp.where(draws, state.num_logprobs[rows], -1), config.num_logprobs)
     updated = dataclasses.replace(
@@ -340,7 +342,7 @@ def _redraw(
 
 
 def _sampling_states(
-    state: BatchState, rows: jax.Array, draws: jax.Array, layout: RulesLayout
+    state: BatchState, rows: jax.Array, draws: jax.Array, config: ProgramConfig
 ) -> tuple[SamplingState, ProcessingState]:
     """The options of a step's rows; those that do not draw have none.
 
@@ -371,6 +373,8 @@ def _sampling_states(
         has_rules=draws & state.has_rules[rows],
         token_ids=state.token_ids,
         rules=state.rules,
-        layout=layout,
+        own=jnp.where(draws, state.own_processors[rows], 0),
+        layout=rules_layout(config.model.vocab_size),
+        processors=tuple(processor.function for processor in config.processors),
     )
     return sampling, processing

@@ -153,6 +153,8 @@ def device_states(rows: Sequence[Row], vocab_size: int) -> tuple[SamplingState, 
         has_rules=jnp.array(has_rules),
         token_ids=jnp.asarray(token_ids[::-1], jnp.int32),
         rules=jnp.asarray(rules[::-1]),
+        own=jnp.zeros(len(rows), jnp.int32),
         layout=layout,
+        processors=(),
     )
     return sampling, processing

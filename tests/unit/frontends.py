@@ -36,6 +36,7 @@ LIMITS = Ready(
     num_blocks=100,
     block_size=16,
     max_num_seqs=8,
+    logits_processors=["own"],
     max_beam_tokens=[200 // width for width in range(1, 17)],
 )
 

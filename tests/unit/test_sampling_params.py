@@ -42,6 +42,7 @@ ACCEPTED: list[tuple[str, list[Any]]] = [
     ("allowed_token_ids", [None, (0,), (5, 7), tuple(range(50_000))]),
     ("bad_words", [(), ("a",), ("two words", " x", "\U0001f999")]),
     ("skip_reading_prefix_cache", [False, True]),
+    ("logits_processors", [(), ("own",), ("a", "b")]),
     ("structured_outputs", [None, StructuredOutputsParams(json_object=True)]),
 ]
 NAN, INF = float("nan"), float("inf")
@@ -68,6 +69,7 @@ REFUSED: list[tuple[str, list[Any]]] = [
     ("allowed_token_ids", [(), (-1,), (5, -1), (1.5,), ("a",), (True,)]),
     ("bad_words", [("",), ("a", " "), ("\n\t",), (1,), (None,)]),
     ("skip_reading_prefix_cache", [0, 1, None, "yes"]),
+    ("logits_processors", ["own", None]),
     ("structured_outputs", ["json", {"json_object": True}, False]),
 ]
 BEAM_ACCEPTED: list[tuple[str, list[Any]]] = [

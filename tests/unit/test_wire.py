@@ -28,6 +28,7 @@ FULL_PARAMS = SamplingParams(
     logit_bias={0: -100, 49151: 0.5},
     allowed_token_ids=(0, 49151),
     bad_words=("🦙", " two words"),
+    logits_processors=("own",),
     skip_reading_prefix_cache=True,
     structured_outputs=StructuredOutputsParams(json={"enum": ["🦙"]}),
 )
@@ -52,8 +53,8 @@ TO_ENGINE: list[wire.ToEngine] = [
     wire.Call(2**40, "kv_cache_snapshot"),
 ]
 FROM_ENGINE: list[wire.FromEngine] = [
-    wire.Ready(8192, 49152, [2, 0], 4096, 16, 8, [100, 50]),
-    wire.Ready(1, 1, [], 2, 1, 1, []),
+    wire.Ready(8192, 49152, [2, 0], 4096, 16, 8, ["own"], [100, 50]),
+    wire.Ready(1, 1, [], 2, 1, 1, [], []),
     wire.Outputs([], {}),
     wire.Outputs(
         [
