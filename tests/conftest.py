@@ -1,5 +1,6 @@
 """What several test files here share: quick compiles, and a tiny random Llama that reads and writes ASCII."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,22 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-sys.path.insert(0, str(Path(__file__).parent / "golden"))
+for folder in ("golden", "unit"):
+    sys.path.insert(0, str(Path(__file__).parent / folder))
 
 import tiny
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="real models at the full size of what is claimed, and not a sample of it"
+    )
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether tests of real models take all of their cases, which takes some ten minutes more."""
+    return bool(request.config.getoption("--full"))
 
 
 @pytest.fixture(scope="module")
@@ -25,17 +39,20 @@ def quick_compiles() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Options of an engine on the tiny Llama, with small blocks and three buckets.
+    """Options of an engine on the tiny Llama, with small blocks, three buckets and logits processors.
 
     A token of its tokenizer is an ASCII character, by its code; 2 is the end of a text. Programs are compiled by the
-    first engine that needs them.
+    first engine that needs them, in whichever process of a run.
     """
     folder = tmp_path_factory.mktemp("tiny")
+    of_run = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        of_run = of_run.parent
     tiny.write_checkpoint(folder / "model", tiny.TINY["llama"], tiny.make_weights(tiny.TINY["llama"]))
     ascii_tokenizer().save(str(folder / "model" / "tokenizer.json"))
     return {
         "model": str(folder / "model"),
-        "compile_cache_dir": str(folder / "programs"),
+        "compile_cache_dir": str(of_run / "programs"),
         "background_compile": False,
         "strict_shapes": True,
         "max_model_len": 128,
@@ -43,6 +60,7 @@ def tiny_options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "num_blocks": 81,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 16,
+        "logits_processors": ("own_processors:always", "own_processors:last_again", "own_processors:nowhere"),
     }
 
 

@@ -17,8 +17,8 @@ SUFFIX = [260, 282, 253]
 
 
 @pytest.fixture(scope="module", params=CASES)
-def model(request: pytest.FixtureRequest) -> Iterator[Model]:
-    with open_model(request.param) as model:
+def model(request: pytest.FixtureRequest, full: bool) -> Iterator[Model]:
+    with open_model(request.param, full=full) as model:
         yield model
 
 

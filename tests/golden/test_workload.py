@@ -12,7 +12,8 @@ from jaxpage import RequestOutput, SamplingParams, StructuredOutputsParams
 from jaxpage.frontend import open_request
 from jaxpage.loops import LOOPS
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = {"smollm2-135m": 80, "gemma3-270m": 40}
+FULL_NUM_REQUESTS = 200
 STRUCTURES = (
     *[None] * 4,
     StructuredOutputsParams(regex="[a-z]{3}|[0-9]+"),
@@ -33,15 +34,15 @@ class Work:
 
 @pytest.fixture(scope="module", params=CASES)
 def model(request: pytest.FixtureRequest) -> Iterator[Model]:
-    with open_model(request.param) as model:
+    with open_model(request.param, full=True) as model:
         yield model
 
 
-def workload(prompts: Sequence[list[int]]) -> list[Work]:
+def workload(prompts: Sequence[list[int]], num_requests: int) -> list[Work]:
     rng = random.Random(0)
     text = max(prompts, key=len)
     found = []
-    for index in range(NUM_REQUESTS):
+    for index in range(num_requests):
         start = rng.choice((0, 0, rng.randrange(len(text) // 2)))  # many begin alike
         greedy = rng.random() < 0.5
         is_long = index % 20 == 0  # enough to outgrow the pool beside the others
@@ -98,8 +99,8 @@ def serve(model: Model, work: Sequence[Work]) -> list[RequestOutput]:
     return [results[str(index)] for index in range(len(work))]
 
 
-def test_a_random_workload_gives_the_same_in_every_mode(model: Model) -> None:
-    work = workload(model.prompts)
+def test_a_random_workload_gives_the_same_in_every_mode(model: Model, full: bool) -> None:
+    work = workload(model.prompts, FULL_NUM_REQUESTS if full else NUM_REQUESTS[model.name])
     given: dict[str, list[RequestOutput]] = {}
     for mode in LOOPS:
         with model.host(caching=True, num_blocks=model.case.crowded_pool, mode=mode) as scheduler:

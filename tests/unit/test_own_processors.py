@@ -11,12 +11,10 @@ from jaxpage.loops import LOOPS
 from jaxpage.runner.own_processors import load_processors
 from jaxpage.scheduler import Scheduler
 
-PATHS = tuple(f"own_processors:{name}" for name in ("always", "last_again", "nowhere"))
-
 
 @pytest.fixture(scope="module")
 def llm(tiny_options: dict[str, Any], quick_compiles: None) -> Iterator[LLM]:
-    with LLM(**tiny_options, multiprocess=False, logits_processors=PATHS) as llm:
+    with LLM(**tiny_options, multiprocess=False) as llm:
         yield llm
 
 
