@@ -109,16 +109,18 @@ def _add_fields(group: Any, config: type, skip: Sequence[str] = ()) -> None:
         hint = hints[field.name]
         if isinstance(hint, types.UnionType):
             hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
-        flag = _flag(field.name)
+        flags = [_flag(field.name)]
+        if short := field.metadata["short"]:
+            flags.insert(0, short)
         default = "" if field.default in (None, ()) else f" ({field.default})"
         help_text = (field.metadata["help"] + default).replace("%", "%%")
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": help_text}
         if typing.get_origin(hint) is tuple:
-            group.add_argument(flag, nargs="+", metavar=flag[2:].upper(), **options)
+            group.add_argument(*flags, nargs="+", metavar=field.name.upper(), **options)
         elif hint is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+            group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
         else:
-            group.add_argument(flag, type=hint, metavar=hint.__name__.upper(), **options)
+            group.add_argument(*flags, type=hint, metavar=hint.__name__.upper(), **options)
 
 
 def _config_of[T](config: type[T], args: argparse.Namespace, **given: Any) -> T:
@@ -128,9 +130,13 @@ def _config_of[T](config: type[T], args: argparse.Namespace, **given: Any) -> T:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    engine_config = _config_of(EngineConfig, args, model=args.model_option or args.model)
+    if engine_config.process_id:
+        from jaxpage.follower import follow
+
+        return follow(engine_config)
     from jaxpage.server.serve import serve
 
-    engine_config = _config_of(EngineConfig, args, model=args.model_option or args.model)
     return serve(engine_config, _config_of(ServerConfig, args))
 
 

@@ -179,7 +179,7 @@ def compile_score(config: ProgramConfig, params: Params, hidden: Any, packed: An
         logits = model_for(config.model.architecture).logits(params, hidden[index], config.model)
         return logprobs_at(logits, following, config.num_logprobs)
 
-    return jax.jit(score).lower(params, hidden, packed).compile()
+    return jax.jit(score, out_shardings=hidden.sharding).lower(params, hidden, packed).compile()
 
 
 def compile_score_rows(config: ProgramConfig, params: Params, hidden: Any, packed: Any) -> jax.stages.Compiled:
@@ -193,7 +193,7 @@ def compile_score_rows(config: ProgramConfig, params: Params, hidden: Any, packe
         logits = model_for(config.model.architecture).logits(params, hidden[packed], config.model)
         return jax.nn.log_softmax(logits, axis=-1)
 
-    return jax.jit(score_rows).lower(params, hidden, packed).compile()
+    return jax.jit(score_rows, out_shardings=hidden.sharding).lower(params, hidden, packed).compile()
 
 
 def compile_draw(logits: Any, sampling: Any) -> jax.stages.Compiled:
