@@ -32,6 +32,7 @@ class DeviceBatch:
         self._programs = programs
         self._offloaded: Params | None = None
         """The weights while asleep."""
+        self._logits: jax.Array | None = None  # [places, vocab] float32, of the last step
         with ThreadPoolExecutor(1, thread_name_prefix="kv cache") as pool:
             kv_cache = pool.submit(on_device, blueprint.make_kv_cache, blueprint.kv_sharding)
             started = time.perf_counter()
@@ -49,7 +50,12 @@ class DeviceBatch:
         match program:
             case "step":
                 step = programs.step(Bucket(*variant))
-                self._kv_cache, self.state, result = step(self._params, self._kv_cache, self.state, told)
+                self._kv_cache, self.state, result, self._logits = step(self._params, self._kv_cache, self.state, told)
+                return result
+            case "redraw":
+                assert self._logits is not None
+                redraw = programs.redraw(len(self._logits))
+                self.state, result = redraw(self._logits, self.state, told)
                 return result
             case "admit":
                 self.state = programs.admission(*variant)(self.state, told)

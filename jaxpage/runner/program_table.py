@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxpage.models.params import Params
-from jaxpage.ops.attention import KVCache
+from jaxpage.ops.attention import KVCache, logits_sharding
 from jaxpage.runner.buckets import Bucket, by_usefulness, choose_bucket
 from jaxpage.runner.plan import NUM_EDITS, admission_size, empty_forks, pack_edits, pack_redraws, rules_layout
 from jaxpage.runner.programs import ProgramStore
@@ -199,7 +199,8 @@ class ProgramTable:
 
     def _compile_redraw(self, num_places: int) -> jax.stages.Compiled:
         state, vocab_size = self._shapes.state, self._config.model.vocab_size
-        logits = jax.ShapeDtypeStruct((num_places, vocab_size), np.float32, sharding=state.token_ids.sharding)
+        sharding = logits_sharding(state.token_ids.sharding.mesh, vocab_size)
+        logits = jax.ShapeDtypeStruct((num_places, vocab_size), np.float32, sharding=sharding)
         args = (logits, state, pack_redraws({}, num_places, vocab_size))
         return self._get("redraw", self._config, args, lambda: compile_redraw(self._config, *args))
 

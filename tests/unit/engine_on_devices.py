@@ -103,7 +103,7 @@ def serve_in_two_processes(options: dict[str, Any]) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    options |= {"tensor_parallel_size": 2, "num_processes": 2, "coordinator_address": address}
+    options = options | {"tensor_parallel_size": 2, "num_processes": 2, "coordinator_address": address}
     flags = [
         f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
         + (f"={value}" if type(value) is not bool else "")
@@ -150,9 +150,8 @@ def main(root: Path) -> None:
             "max_num_seqs": 4,
             "max_num_batched_tokens": 16,
         }
-        served[name] = {size: serve(options, size, with_margins=size == 1) for size in (1, 8)}
-        if name == "llama":
-            served[name]["2 processes"] = serve_in_two_processes(options)
+        several = serve_in_two_processes(options) if name == "llama" else serve(options, 8, with_margins=False)
+        served[name] = {"one": serve(options, 1, with_margins=True), "several": several}
     refused = {size: refusal(options, size) for size in (3, 16)}
     print(json.dumps({"served": served, "refused": refused}))
 

@@ -1,4 +1,4 @@
-"""The whole engine on eight devices: the tokens of one, whatever the KV cache and the batch do meanwhile."""
+"""The whole engine on several devices, of one process or of two: the tokens of one device, whatever the cache does."""
 
 import json
 import os
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 MODELS = ["llama", "qwen3", "gemma3"]
-"""The tiny Llama has 8 KV heads, Qwen3 2 and Gemma 3 one: on 8 devices, these are copied. Qwen3's vocabulary does not
-divide by 8."""
+"""The tiny Llama has 8 KV heads, and a device in each of two processes. Qwen3 has 2 KV heads and Gemma 3 one, and both
+have 8 devices in one process: their KV heads are copied. Qwen3's vocabulary does not divide by 8."""
 
 
 @pytest.fixture(scope="module")
@@ -23,22 +23,22 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     command = [sys.executable, script, tmp_path_factory.mktemp("devices")]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
     assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])  # the library of collectives prints as well
     return result
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_eight_devices_give_the_tokens_of_one(found: dict[str, Any], model: str) -> None:
-    one, eight = found["served"][model]["1"], found["served"][model]["8"]
-    assert eight["tokens"] == one["tokens"]
-    assert eight["logprobs"] == pytest.approx(one["logprobs"], abs=1e-3)
+def test_several_devices_give_the_tokens_of_one(found: dict[str, Any], model: str) -> None:
+    one, several = found["served"][model]["one"], found["served"][model]["several"]
+    assert several["tokens"] == one["tokens"]
+    assert several["logprobs"] == pytest.approx(one["logprobs"], abs=1e-3)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_prefixes_that_eight_devices_find_cached_change_nothing(found: dict[str, Any], model: str) -> None:
-    eight = found["served"][model]["8"]
-    assert eight["num_cached_tokens"] > 0
-    assert eight["tokens again"] == found["served"][model]["1"]["tokens"]
+def test_prefixes_that_several_devices_find_cached_change_nothing(found: dict[str, Any], model: str) -> None:
+    several = found["served"][model]["several"]
+    assert several["num_cached_tokens"] > 0
+    assert several["tokens again"] == found["served"][model]["one"]["tokens"]
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
@@ -46,19 +46,20 @@ def test_there_were_preemptions(found: dict[str, Any], model: str) -> None:
     assert all(served["num_preemptions"] > 0 for served in found["served"][model].values())
 
 
-def test_every_device_keeps_one_kv_head(found: dict[str, Any]) -> None:
-    served = found["served"].values()
-    assert [(by_size["1"]["kv_heads_on_a_device"], by_size["8"]["kv_heads_on_a_device"]) for by_size in served] == [
-        (8, 1),
-        (2, 1),
-        (1, 1),
-    ]
+@pytest.mark.parametrize(("model", "num_kv_heads"), [("qwen3", 2), ("gemma3", 1)])
+def test_every_device_keeps_one_kv_head(found: dict[str, Any], model: str, num_kv_heads: int) -> None:
+    served = found["served"][model]
+    assert (served["one"]["kv_heads_on_a_device"], served["several"]["kv_heads_on_a_device"]) == (num_kv_heads, 1)
 
 
-def test_no_token_was_so_close_to_another_that_the_order_of_a_sum_decides(found: dict[str, Any]) -> None:
-    assert {name: served["1"]["margin"] > 1e-3 for name, served in found["served"].items()} == dict.fromkeys(
-        ("llama", "qwen3", "gemma3"), True
-    )
+@pytest.mark.parametrize("model", MODELS)
+def test_no_token_was_so_close_to_another_that_the_order_of_a_sum_decides(found: dict[str, Any], model: str) -> None:
+    """Drawn ones included, whose noise is known. Sums of float32 in another order differ by some 1e-5 here."""
+    assert found["served"][model]["one"]["margin"] > 1e-3
+
+
+def test_the_leader_ends_its_requests_with_an_error_when_a_follower_is_killed(found: dict[str, Any]) -> None:
+    assert "engine" in found["served"]["llama"]["several"]["error"]
 
 
 def test_a_size_that_does_not_divide_the_model_is_refused_with_those_that_do(found: dict[str, Any]) -> None:
