@@ -1,4 +1,4 @@
-"""The `jaxpage` command: serve, generate, bench. Options are the fields of the config classes."""
+"""The `jaxpage` command: serve, generate, compile, bench. Options are the fields of the config classes."""
 
 import argparse
 import dataclasses
@@ -9,11 +9,13 @@ import sys
 import types
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxpage.bench import BENCHES
 from jaxpage.config import EngineConfig, ServerConfig
-from jaxpage.errors import JaxpageError
+from jaxpage.errors import ConfigError, JaxpageError
+from jaxpage.gpu_compiler import find_gpu_compiler
 from jaxpage.sampling_params import SamplingParams
 
 
@@ -70,6 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
     _add_fields(generate.add_argument_group("engine"), EngineConfig)
 
+    compiling = _command(commands, "compile", _compile, "compile all programs for GPUs, which need not be here")
+    compiling.add_argument(
+        "--target", required=True, choices=("h200", "h100", "a100", "cpu"), help="cpu: this machine's"
+    )
+    compiling.add_argument("--out", required=True, metavar="FOLDER", help="new folder, for `serve --programs FOLDER`")
+    _add_fields(compiling.add_argument_group("engine"), EngineConfig, skip=("programs", "compile_cache_dir"))
+
     bench = commands.add_parser("bench", help="measure", description="Measure the engine on this machine.")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
     for name, it in BENCHES.items():
@@ -89,6 +98,14 @@ def _parser() -> argparse.ArgumentParser:
         one.set_defaults(milliseconds=tuple(it.milliseconds))
         one.add_argument("--json", action="store_true", help="print one JSON object")
         _add_fields(one.add_argument_group("engine"), EngineConfig)
+    roof = _command(benches, "roofline", _roofline, "what a GPU could reach at best, and what compiled steps move")
+    roof.add_argument("--target", default="h200", choices=("h200", "h100", "a100"), help="GPU (%(default)s)")
+    roof.add_argument(
+        "--batch", type=int, nargs="+", default=[1, 32, 256], metavar="N", help="decoding rows (1 32 256)"
+    )
+    roof.add_argument("--context", type=int, default=1024, metavar="N", help="positions of each row (%(default)s)")
+    roof.add_argument("--json", action="store_true", help="print one JSON object per line")
+    _add_fields(roof.add_argument_group("engine"), EngineConfig)
     return parser
 
 
@@ -109,9 +126,7 @@ def _add_fields(group: Any, config: type, skip: Sequence[str] = ()) -> None:
         hint = hints[field.name]
         if isinstance(hint, types.UnionType):
             hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
-        flags = [_flag(field.name)]
-        if short := field.metadata["short"]:
-            flags.insert(0, short)
+        flags = [*field.metadata["short"], _flag(field.name)]
         default = "" if field.default in (None, ()) else f" ({field.default})"
         help_text = (field.metadata["help"] + default).replace("%", "%%")
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": help_text}
@@ -138,6 +153,15 @@ def _serve(args: argparse.Namespace) -> int:
     from jaxpage.server.serve import serve
 
     return serve(engine_config, _config_of(ServerConfig, args))
+
+
+def _compile(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING)
+    if args.target != "cpu":
+        find_gpu_compiler()
+    from jaxpage.compiling import compile_programs
+
+    return compile_programs(_config_of(EngineConfig, args), args.target, Path(args.out))
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -206,6 +230,28 @@ def _bench(args: argparse.Namespace) -> int:
     else:
         for name, value in result.items():
             print(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value}")
+    return 0
+
+
+def _roofline(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING)
+    find_gpu_compiler()
+    from jaxpage.bench_roofline import roofline, show
+
+    for name, values in (("batch", args.batch), ("context", [args.context])):
+        if min(values) < 1:
+            raise ConfigError(f"--{name} is {min(values)}: it must be at least 1")
+    largest = max(*args.batch, 4)
+    sized = {"max_num_seqs": largest, "max_num_batched_tokens": max(512, largest)}
+    config = EngineConfig(**(sized | _options(args)))
+    if config.max_num_seqs < largest:
+        raise ConfigError(f"--max-num-seqs is {config.max_num_seqs}, and --batch asks for {largest}: raise it")
+    lines = roofline(config, args.target, args.batch, args.context)
+    if args.json:
+        for line in lines:
+            print(json.dumps(line))
+    else:
+        print(show(lines, args.target, config.tensor_parallel_size))
     return 0
 
 

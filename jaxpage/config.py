@@ -11,7 +11,7 @@ from typing import Any
 from jaxpage.errors import ConfigError
 
 
-def _option(default: Any, help_text: str, *, short: str | None = None) -> Any:
+def _option(default: Any, help_text: str, *, short: tuple[str, ...] = ()) -> Any:
     return dataclasses.field(default=default, metadata={"help": help_text, "short": short})
 
 
@@ -23,6 +23,9 @@ class EngineConfig:
     """Options of one engine. Raises `ConfigError` that names option, value and limit."""
 
     model: str = _option("smollm2-135m", "packaged model name, Hugging Face directory, or GGUF file")
+    load_format: str = _option(
+        "auto", "auto, or dummy: random weights for a directory with no more than a config.json, to measure with"
+    )
     dtype: str = _option("auto", "weights and activations: auto (float32 on CPU, bfloat16 on GPU), float32, bfloat16")
     max_model_len: int | None = _option(
         None, "most tokens of a request, prompt and output; default: the model's context"
@@ -43,7 +46,7 @@ class EngineConfig:
         "resident",
         "sync (the host waits for each step), overlap (meanwhile it prepares the next) or resident (and sends it)",
     )
-    tensor_parallel_size: int = _option(1, "devices that divide the model among them", short="-tp")
+    tensor_parallel_size: int = _option(1, "devices that divide the model among them", short=("-tp", "--tp"))
     num_processes: int = _option(
         1, "processes that divide those devices, as on several machines; each is started with its own --process-id"
     )
@@ -54,6 +57,9 @@ class EngineConfig:
     enable_prefix_caching: bool = _option(True, "keep the KV of computed prefixes and share it")
     seed: int = _option(0, "seed of the seeds that unseeded requests get")
     compile_cache_dir: str | None = _option(None, "folder of compiled programs; default: the user's cache folder")
+    programs: str | None = _option(
+        None, "folder that `jaxpage compile` has made: its programs are loaded, and none is compiled"
+    )
     background_compile: bool = _option(
         True, "serve as soon as every step can run in some compiled shape, and compile the rest meanwhile"
     )
@@ -114,6 +120,8 @@ class EngineConfig:
             )
         if self.engine_mode not in LOOP_NAMES:
             raise ConfigError(f"{_flag('engine_mode')} is {self.engine_mode!r}: it must be {', '.join(LOOP_NAMES)}")
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError(f"{_flag('load_format')} is {self.load_format!r}: it must be auto or dummy")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"{_flag('dtype')} is {self.dtype!r}: it must be auto, float32 or bfloat16")
 

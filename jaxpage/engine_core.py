@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jaxpage.beam_group import BeamGroup
@@ -15,6 +16,7 @@ from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.snapshot import take_snapshot
 from jaxpage.kv_cache.spec import max_request_tokens
 from jaxpage.loops import LOOPS
+from jaxpage.models.config_only import DummyWeights
 from jaxpage.models.loading import open_checkpoint
 from jaxpage.policies import load_policy
 from jaxpage.request import Request
@@ -62,7 +64,9 @@ class EngineCore:
                 f"`jaxpage serve --process-id {config.process_id}`, which follows it"
             )
         policy = load_policy(config.scheduling_policy)  # before the weights: a mistake is told at once
-        checkpoint = open_checkpoint(config.model)
+        checkpoint = (
+            DummyWeights(Path(config.model)) if config.load_format == "dummy" else open_checkpoint(config.model)
+        )
         self.runner = Runner(config, checkpoint, progress)
         scheduler = Scheduler(
             KVCacheManager(

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jaxpage.errors import ModelLoadError
@@ -31,6 +32,18 @@ class ConfigOnly:
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Always raises `ModelLoadError`."""
         raise ModelLoadError(f"{self.path} holds no weights, {name} is asked for: only compiling does without them")
+
+
+class DummyWeights(ConfigOnly):
+    """Random weights of the right shapes, for where only speed matters: quick to make, and the same everywhere."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._numbers = (np.random.default_rng(0).standard_normal(2**20) * 0.02).astype(ml_dtypes.bfloat16)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """One tensor in bfloat16. It depends on its size alone."""
+        return np.resize(self._numbers, shape)
 
 
 def open_for_compiling(model: str) -> Checkpoint:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpage.ops.attention_xla import paged_attention_xla
 from jaxpage.ops.kv_spec import KVGroup, KVLayout
@@ -30,7 +30,7 @@ class KVCache:
         return self.buffers[0].shape[0]
 
 
-def logits_sharding(mesh: Mesh, vocab_size: int) -> NamedSharding:
+def logits_sharding(mesh: Mesh | AbstractMesh, vocab_size: int) -> NamedSharding:
     """How [rows, vocab] lies on a mesh: by vocabulary, where the devices divide it."""
     axis = HEADS_AXIS if vocab_size % mesh.shape[HEADS_AXIS] == 0 else None
     return NamedSharding(mesh, PartitionSpec(None, axis))

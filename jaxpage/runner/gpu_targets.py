@@ -1,15 +1,11 @@
 """GPUs that programs can be compiled for where there is none: XLA is told what they are like."""
 
-import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxpage.errors import ConfigError
 from jaxpage.ops.attention import HEADS_AXIS
 
 POOL_SHARE = 0.75
@@ -42,18 +38,6 @@ class GPUTarget:
         return int(POOL_SHARE * self.memory_bytes)
 
 
-_H100 = GPUTarget(
-    name="NVIDIA H100 80GB HBM3",
-    compute_capability=9,
-    num_sms=132,
-    fpus_per_sm=128,
-    clock_ghz=1.98,
-    shared_bytes=233472,
-    l2_bytes=52428800,
-    memory_bytes=85_000_000_000,
-    bytes_per_second=3.35e12,
-    flops_per_second=989e12,
-)
 TARGETS = {
     "h200": GPUTarget(
         name="NVIDIA H200",
@@ -67,7 +51,18 @@ TARGETS = {
         bytes_per_second=4.8e12,
         flops_per_second=989e12,
     ),
-    "h100": _H100,
+    "h100": GPUTarget(
+        name="NVIDIA H100 80GB HBM3",
+        compute_capability=9,
+        num_sms=132,
+        fpus_per_sm=128,
+        clock_ghz=1.98,
+        shared_bytes=233472,
+        l2_bytes=52428800,
+        memory_bytes=85_000_000_000,
+        bytes_per_second=3.35e12,
+        flops_per_second=989e12,
+    ),
     "a100": GPUTarget(
         name="NVIDIA A100-SXM4-80GB",
         compute_capability=8,
@@ -100,25 +95,10 @@ device_description_str: "{it.name}"
 
 
 def described_mesh(target: GPUTarget, num_devices: int) -> Mesh:
-    """So many of these GPUs in one machine; programs can be compiled for them, and not run.
-
-    Raises `ConfigError` where JAX has no compiler for GPUs.
-    """
-    _find_compiler()
+    """So many of these GPUs in one machine: programs can be compiled for them, and not run. See `gpu_compiler`."""
     name = f"1x1x{num_devices}"
     description = _DESCRIPTION.format(
         it=target, bandwidth=int(target.bytes_per_second), shared_per_block=target.shared_bytes - 1024
     )
     topology = topologies.get_topology_desc(name, "cuda", topology=name, target_config=description)
     return Mesh(np.array(topology.devices), (HEADS_AXIS,))
-
-
-def _find_compiler() -> None:
-    """Let JAX find its CUDA plugin: installed beside it or, as `scripts/setup.sh` does, in a folder of its own."""
-    apart = Path(sys.prefix) / "gpu-compiler"
-    if apart.is_dir() and str(apart) not in sys.path:
-        sys.path.append(str(apart))
-    if not any(find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
-        raise ConfigError(
-            "JAX has no compiler for GPUs here: install jaxpage[cuda12] or jaxpage[cuda13]; no GPU is needed to compile"
-        )

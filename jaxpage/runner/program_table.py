@@ -1,16 +1,18 @@
 """The programs of one engine, made ready in the order of their use: what can serve first, the rest meanwhile."""
 
+import contextlib
 import logging
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxpage.models.params import Params
 from jaxpage.ops.attention import KVCache, logits_sharding
@@ -172,7 +174,8 @@ class ProgramTable:
             if self._closing.is_set():
                 return
             self._compile_step(bucket)
-        self._finish()
+        with contextlib.suppress(CancelledError):  # closed meanwhile
+            self._finish()
 
     def _finish(self) -> None:
         for small in (*self._small.values(), *self._redraw.values()):
@@ -199,7 +202,9 @@ class ProgramTable:
 
     def _compile_redraw(self, num_places: int) -> jax.stages.Compiled:
         state, vocab_size = self._shapes.state, self._config.model.vocab_size
-        sharding = logits_sharding(state.token_ids.sharding.mesh, vocab_size)
+        lies = state.token_ids.sharding
+        assert isinstance(lies, NamedSharding)
+        sharding = logits_sharding(lies.mesh, vocab_size)
         logits = jax.ShapeDtypeStruct((num_places, vocab_size), np.float32, sharding=sharding)
         args = (logits, state, pack_redraws({}, num_places, vocab_size))
         return self._get("redraw", self._config, args, lambda: compile_redraw(self._config, *args))

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 import jaxpage.models
 import jaxpage.ops
 import jaxpage.runner
+from jaxpage.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -43,24 +44,34 @@ class CompileStats:
 class ProgramStore:
     """Compiles programs, or loads them from `folder`."""
 
-    def __init__(self, folder: Path, mesh: Mesh) -> None:
+    def __init__(self, folder: Path, mesh: Mesh, *, compiles: bool = True) -> None:
+        """With `compiles` false, what `folder` lacks is an error."""
         self._folder = folder
+        self._compiles = compiles
         self._devices = list(mesh.devices.flat)
-        self._device_key = _device_key(mesh)
+        self._environment = environment(mesh)
         self._lock = threading.Lock()
         self.stats = CompileStats()
 
     def get(
         self, name: str, config: object, args: Any, compile_program: Callable[[], jax.stages.Compiled]
     ) -> jax.stages.Compiled:
-        """The program `name` for `config` (anything whose repr says all) and arguments shaped like `args`."""
+        """The program `name` for `config` (anything whose repr says all) and arguments shaped like `args`.
+
+        Raises `ConfigError` for one that would have to be compiled and may not.
+        """
         started = time.perf_counter()
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype), _spec_of(leaf)), args)
-        parts = (name, repr(config), repr(shapes), self._device_key, _compiler_options(), _code_key())
+        parts = (name, repr(config), repr(shapes), repr(self._environment))
         path = self._folder / (hashlib.sha256("\n".join(parts).encode()).hexdigest() + ".program")
         program = self._load(path)
         loaded = program is not None
         if program is None:
+            if not self._compiles:
+                raise ConfigError(
+                    f"{self._folder} holds no program {name!r} for {config} that can be loaded: compile it again with "
+                    "the options that it is served with"
+                )
             program = compile_program()
             _save(path, program)
         seconds = time.perf_counter() - started
@@ -92,39 +103,40 @@ def _save(path: Path, program: jax.stages.Compiled) -> None:
     os.replace(file.name, path)
 
 
+def environment(mesh: Mesh) -> dict[str, str]:
+    """What a program depends on besides its config and shapes, by what a person would call it."""
+    device = mesh.devices.flat[0]
+    ids = ",".join(f"{each.process_index}.{each.id}" for each in mesh.devices.flat)
+    options = ("jax_disable_most_optimizations", "jax_default_matmul_precision", "jax_enable_x64")
+    found = {
+        "devices": f"{mesh.size} x {device.device_kind}",
+        "device ids": ids,
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "options of JAX": ", ".join(f"{name}={jax.config.values[name]}" for name in options),
+        "source code of jaxpage": _code_digest(),
+    }
+    if device.platform == "cpu":
+        return found | {"instruction sets": _host_cpu()}
+    packages = ("triton", "jax-triton", "jax-cuda12-plugin", "jax-cuda13-plugin")
+    return found | {package: _version_of(package) for package in packages}
+
+
 @cache
-def _code_key() -> str:
-    """Versions, and a digest of every source file that a traced function may come from."""
-    digest = hashlib.sha256(f"{jax.__version__} {version('jaxlib')}".encode())
+def _code_digest() -> str:
+    """Of every source file that a traced function may come from."""
+    digest = hashlib.sha256()
     for package in (jaxpage.ops, jaxpage.models, jaxpage.runner):
         for source in sorted(Path(package.__path__[0]).glob("*.py")):
             digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()
 
 
-def _device_key(mesh: Mesh) -> str:
-    """The devices that a program is for, each by its id, and what of the machine it depends on."""
-    device = mesh.devices.flat[0]
-    ids = [(each.id, each.process_index) for each in mesh.devices.flat]
-    parts = [device.platform, device.device_kind, f"{mesh.shape} {ids}"]
-    if device.platform == "cpu":
-        parts.append(_host_cpu())
-    else:
-        parts += [f"{name} {_version_of(name)}" for name in ("triton", "jax-triton")]
-    return "/".join(parts)
-
-
 def _spec_of(leaf: Any) -> str:
     """How an argument is divided among the devices; whatever comes from the host is whole on each."""
     sharding = getattr(leaf, "sharding", None)
     return str(sharding.spec) if isinstance(sharding, NamedSharding) else ""
-
-
-def _compiler_options() -> str:
-    """What compiles differently by the user's will."""
-    names = ("jax_disable_most_optimizations", "jax_default_matmul_precision", "jax_enable_x64")
-    options = {name: jax.config.values[name] for name in names}
-    return f"{options} {os.environ.get('XLA_FLAGS', '')}"
 
 
 def _version_of(package: str) -> str:

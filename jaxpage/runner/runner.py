@@ -18,6 +18,7 @@ from jaxpage.errors import RequestError
 from jaxpage.models.checkpoint import Checkpoint
 from jaxpage.models.packaged import cache_dir
 from jaxpage.request import Request
+from jaxpage.runner.artifact import adopt_options, check_model
 from jaxpage.runner.blueprint import draw_blueprint
 from jaxpage.runner.compile_watch import num_compiles
 from jaxpage.runner.device_batch import DeviceBatch
@@ -69,17 +70,24 @@ class Runner:
         device = mesh.local_devices[0]
         if device.platform == "cpu":
             _keep_freed_memory()
+        if config.programs is not None:
+            config = adopt_options(config, mesh)
         blueprint = draw_blueprint(config, checkpoint, mesh, free_bytes)
+        folder = Path(config.compile_cache_dir) if config.compile_cache_dir else cache_dir() / "programs"
+        if config.programs is not None:
+            folder = Path(config.programs)
+            check_model(config.programs, blueprint)
+        self.blueprint = blueprint
         self.model_config = blueprint.model_config
         self.processors = blueprint.processors
         self.layout = blueprint.layout
         self.num_blocks = blueprint.num_blocks
         self.max_model_len = blueprint.max_model_len
-        self._background = config.background_compile and config.num_processes == 1
+        # Other processes must have what this one runs, and what an artifact lacks must be told before serving.
+        self._background = config.background_compile and config.num_processes == 1 and config.programs is None
         self._strict = config.strict_shapes
         self._num_recompiles = 0
-        folder = Path(config.compile_cache_dir) if config.compile_cache_dir else cache_dir() / "programs"
-        self._store = ProgramStore(folder, mesh)
+        self._store = ProgramStore(folder, mesh, compiles=config.programs is None)
         self._programs = ProgramTable(
             self._store, blueprint.program_config, blueprint.shapes, blueprint.buckets, progress
         )

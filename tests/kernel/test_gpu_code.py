@@ -4,13 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from jaxpage.runner.state import BatchState
 
 COMPILER = Path(sys.prefix) / "gpu-compiler"
 """Where `scripts/setup.sh` puts JAX's compiler for GPUs."""
@@ -57,19 +54,26 @@ def test_products_run_on_tensor_cores_and_tiles_are_read_ahead(kernels: dict[str
 
 def test_state_and_cache_are_updated_in_place(programs: dict[str, dict[str, Any]]) -> None:
     for name, program in programs.items():
-        assert program["aliased"] == len(fields(BatchState)) + NUM_LAYERS, name
+        assert program["num_aliased"] == program["num_state_arrays"], name
         # An array of the cache's size is an argument, or a kernel's result that is aliased with one.
         assert program["makers_of_kv"] == ["get-tuple-element", "parameter"], name
         assert program["kv_copies"] == 0, name
 
 
+def test_programs_can_be_shipped(programs: dict[str, dict[str, Any]]) -> None:
+    assert min(program["serialized_bytes"] for program in programs.values()) > 10_000
+
+
 def test_nothing_moves_between_host_and_device(programs: dict[str, dict[str, Any]]) -> None:
-    assert {name: program["host_transfers"] for name, program in programs.items() if program["host_transfers"]} == {}
+    assert {name: n for name, program in programs.items() if (n := program["num_host_transfers"])} == {}
 
 
-def test_scratch_is_a_few_activations(programs: dict[str, dict[str, Any]]) -> None:
+def test_scratch_is_a_few_activations_and_what_draws_need(programs: dict[str, dict[str, Any]]) -> None:
+    """A row's logits are 0.5 MB in the large model, and options of sampling look at them from several sides."""
+    bounds = {"large h200 x 1": 2.5, "large a100 x 1": 2.5, "large h200 x 8": 0.8, "small h200 x 8": 0.6}
     for name, program in programs.items():
-        assert program["scratch_bytes"] < (16 if name.endswith("mixed") else 2) * 2**20, name
+        (most,) = (bound for kind, bound in bounds.items() if name.startswith(kind))
+        assert program["scratch_bytes"] / program["num_rows"] < most * 2**20, name
 
 
 def test_a_layer_is_two_all_reduces_and_embedding_one(programs: dict[str, dict[str, Any]]) -> None:
@@ -77,19 +81,16 @@ def test_a_layer_is_two_all_reduces_and_embedding_one(programs: dict[str, dict[s
         assert program["collectives"] == ({"all-reduce": 2 * NUM_LAYERS + 1} if " x 8 " in name else {}), name
 
 
-def test_weights_and_cache_are_never_gathered(programs: dict[str, dict[str, Any]]) -> None:
-    """The sampler gathers a step's logits, 8192 for each row, and nothing is larger."""
-    gathered = {name: program["largest_gathered"] for name, program in programs.items() if program["largest_gathered"]}
-    assert gathered == {"h200 x 8 decode": 8 * 8192, "h200 x 8 mixed": 16 * 8192}
+def test_neither_weights_nor_cache_nor_logits_are_gathered(programs: dict[str, dict[str, Any]]) -> None:
+    """Of each row, a draw gathers the best of each device: less than a thousand numbers, of a vocabulary of 128,256."""
+    for name, program in programs.items():
+        if name.startswith("large"):
+            assert program["largest_gathered"] <= 1024 * program["num_rows"], name
 
 
 def test_the_kernels_of_a_layer_are_as_many_as_they_were(programs: dict[str, dict[str, Any]]) -> None:
-    """Rotation with the KV write, attention, the reduction of its segments; norms and products are XLA's."""
-    assert {name: program["triton_kernels"] / NUM_LAYERS for name, program in programs.items()} == {
-        "h200 decode": 3,
-        "h200 mixed": 3,
-        "h200 x 8 decode": 3,
-        "h200 x 8 mixed": 3,
-        "a100 mixed": 2,
-    }
-    assert max(program["launches_per_layer"] for program in programs.values()) <= 12
+    """Rotation with the KV write, attention and, of few heads, the reduction of its segments; the rest is XLA's."""
+    per_layer = {name: program["num_triton_kernels"] / NUM_LAYERS for name, program in programs.items()}
+    assert per_layer == {name: 2 if " x 1 " in name else 3 for name in programs}
+    most = max(program["launches_per_layer"] for program in programs.values())
+    assert 5 < most <= 14  # of Qwen3, which has norms of queries and keys

@@ -1,7 +1,7 @@
 """Serves the same requests by engines on one device and on several, and prints what each gives, as JSON.
 
 A process of its own, with JAX_NUM_CPU_DEVICES=8: how many devices a CPU has is settled when JAX starts.
-PYTHONPATH must hold `tests` and `tests/golden`. Argument: a folder to write checkpoints to.
+PYTHONPATH must hold `tests` and `tests/golden`. Arguments: a folder for checkpoints, and the models to serve.
 """
 
 import json
@@ -24,9 +24,9 @@ from jaxpage.outputs import CompletionOutput, RequestOutput
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 8, "num_hidden_layers": 1, "attention_bias": True, "mlp_bias": True},
-    "qwen3": {"num_key_value_heads": 2, "vocab_size": 130},
+    "qwen3": {"num_key_value_heads": 1, "vocab_size": 130},
     "gemma3": {
-        "num_key_value_heads": 1,
+        "num_key_value_heads": 2,
         "num_hidden_layers": 2,
         "sliding_window_pattern": 2,
         "tie_word_embeddings": False,
@@ -132,11 +132,11 @@ def refusal(options: dict[str, Any], num_devices: int) -> str:
     raise AssertionError(f"{num_devices} devices were not refused")
 
 
-def main(root: Path) -> None:
+def main(root: Path, names: list[str]) -> None:
     logging.basicConfig(level=logging.WARNING)
     served: dict[str, Any] = {}
-    for name, changes in MODELS.items():
-        config = tiny.TINY[name] | {"num_attention_heads": 8} | changes
+    for name in names:
+        config = tiny.TINY[name] | {"num_attention_heads": 8} | MODELS[name]
         tiny.write_checkpoint(root / name, config, tiny.make_weights(config))
         ascii_tokenizer().save(str(root / name / "tokenizer.json"))
         options = {
@@ -157,4 +157,4 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -9,53 +9,51 @@ from typing import Any
 
 import pytest
 
-MODELS = ["llama", "qwen3", "gemma3"]
-"""The tiny Llama has 8 KV heads, and a device in each of two processes. Qwen3 has 2 KV heads and Gemma 3 one, and both
+MODELS = ["llama", "gemma3", "qwen3"]
+"""The tiny Llama has 8 KV heads, and a device in each of two processes. Gemma 3 has 2 KV heads and Qwen3 one, and both
 have 8 devices in one process: their KV heads are copied. Qwen3's vocabulary does not divide by 8."""
+SAMPLE = MODELS[:2]
+"""Served unless a test run is a full one."""
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory, full: bool) -> dict[str, Any]:
     script = Path(__file__).with_name("engine_on_devices.py")
     tests = script.parents[1]
     settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     settings["PYTHONPATH"] = f"{tests}{os.pathsep}{tests / 'golden'}"
-    command = [sys.executable, script, tmp_path_factory.mktemp("devices")]
+    command = [sys.executable, script, tmp_path_factory.mktemp("devices"), *(MODELS if full else SAMPLE)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])  # the library of collectives prints as well
     return result
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_several_devices_give_the_tokens_of_one(found: dict[str, Any], model: str) -> None:
-    one, several = found["served"][model]["one"], found["served"][model]["several"]
-    assert several["tokens"] == one["tokens"]
-    assert several["logprobs"] == pytest.approx(one["logprobs"], abs=1e-3)
+def test_several_devices_give_the_tokens_of_one(found: dict[str, Any]) -> None:
+    for model, served in found["served"].items():
+        one, several = served["one"], served["several"]
+        assert several["tokens"] == one["tokens"], model
+        assert several["logprobs"] == pytest.approx(one["logprobs"], abs=1e-3), model
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_prefixes_that_several_devices_find_cached_change_nothing(found: dict[str, Any], model: str) -> None:
-    several = found["served"][model]["several"]
-    assert several["num_cached_tokens"] > 0
-    assert several["tokens again"] == found["served"][model]["one"]["tokens"]
+def test_prefixes_that_several_devices_find_cached_change_nothing(found: dict[str, Any]) -> None:
+    for model, served in found["served"].items():
+        assert served["several"]["num_cached_tokens"] > 0, model
+        assert served["several"]["tokens again"] == served["one"]["tokens"], model
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
-def test_there_were_preemptions(found: dict[str, Any], model: str) -> None:
-    assert all(served["num_preemptions"] > 0 for served in found["served"][model].values())
+def test_there_were_preemptions(found: dict[str, Any]) -> None:
+    assert all(served["num_preemptions"] > 0 for served in found["served"]["llama"].values())
 
 
-@pytest.mark.parametrize(("model", "num_kv_heads"), [("qwen3", 2), ("gemma3", 1)])
-def test_every_device_keeps_one_kv_head(found: dict[str, Any], model: str, num_kv_heads: int) -> None:
-    served = found["served"][model]
-    assert (served["one"]["kv_heads_on_a_device"], served["several"]["kv_heads_on_a_device"]) == (num_kv_heads, 1)
+def test_every_device_keeps_one_kv_head(found: dict[str, Any]) -> None:
+    by_size = {name: served["kv_heads_on_a_device"] for name, served in found["served"]["gemma3"].items()}
+    assert by_size == {"one": 2, "several": 1}
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_no_token_was_so_close_to_another_that_the_order_of_a_sum_decides(found: dict[str, Any], model: str) -> None:
+def test_no_token_was_so_close_to_another_that_the_order_of_a_sum_decides(found: dict[str, Any]) -> None:
     """Drawn ones included, whose noise is known. Sums of float32 in another order differ by some 1e-5 here."""
-    assert found["served"][model]["one"]["margin"] > 1e-3
+    assert min(served["one"]["margin"] for served in found["served"].values()) > 1e-3
 
 
 def test_the_leader_ends_its_requests_with_an_error_when_a_follower_is_killed(found: dict[str, Any]) -> None:
