@@ -118,6 +118,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Generate past end-of-sequence tokens."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    shown_special_tokens: tuple[str, ...] = ()
+    """Special tokens that stay in it all the same, such as the marks of tool calls."""
     n: int = 1
     """Sequences to generate for the prompt, at most `MAX_N`; several need a temperature. Sequence i has seed + i."""
     logprobs: int | None = None
@@ -170,6 +172,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "skip_reading_prefix_cache"):
             _check_switch(field, getattr(self, field))
+        _check_special_tokens(self.shown_special_tokens)
         _check_sequence("stop", self.stop)
         for text in self.stop:
             _check("stop", text, isinstance(text, str) and text != "", "non-empty strings")
@@ -183,7 +186,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_penalties()
         self._check_token_rules()
         # Frozen is for callers: sequences become tuples here, once, so that a list may be given.
-        for field in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors"):
+        for field in (
+            "stop",
+            "stop_token_ids",
+            "bad_words",
+            "allowed_token_ids",
+            "logits_processors",
+            "shown_special_tokens",
+        ):
             if (value := getattr(self, field)) is not None:
                 msgspec.structs.force_setattr(self, field, tuple(value))
         limit = LOGIT_BIAS_RANGE
@@ -254,6 +264,8 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """Generate past end-of-sequence tokens."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    shown_special_tokens: tuple[str, ...] = ()
+    """Special tokens that stay in it all the same, such as the marks of tool calls."""
 
     def __post_init__(self) -> None:
         _check(
@@ -278,7 +290,9 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         for field in ("ignore_eos", "skip_special_tokens"):
             _check_switch(field, getattr(self, field))
         _check_stop_token_ids(self.stop_token_ids)
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))  # a list may be given
+        _check_special_tokens(self.shown_special_tokens)
+        for field in ("stop_token_ids", "shown_special_tokens"):  # a list may be given
+            msgspec.structs.force_setattr(self, field, tuple(getattr(self, field)))
 
 
 def _is_int(value: object) -> bool:
@@ -300,6 +314,13 @@ def _check_switch(field: str, value: object) -> None:
 
 def _check_sequence(field: str, value: object) -> None:
     _check(field, value, isinstance(value, list | tuple), f"a list or a tuple, such as ({value!r},)")
+
+
+def _check_special_tokens(tokens: tuple[str, ...]) -> None:
+    field = "shown_special_tokens"
+    _check_sequence(field, tokens)
+    for token in tokens:
+        _check(field, token, isinstance(token, str) and token != "", "texts that are not empty")
 
 
 def _check_stop_token_ids(token_ids: tuple[int, ...]) -> None:

@@ -23,6 +23,7 @@ import uvicorn
 from jaxpage.config import EngineConfig, ServerConfig
 from jaxpage.errors import ConfigError, JaxpageError
 from jaxpage.server.app import build_app
+from jaxpage.server.dialect import ChatOptions
 from jaxpage.server.service import Service
 
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ async def run(engine: "AsyncEngine", listener: socket.socket, server_config: Ser
         enable_debug_routes=server_config.enable_debug_routes,
         vllm_metric_names=server_config.vllm_metric_names,
         web_page=server_config.web_page,
+        chat_options=ChatOptions(
+            server_config.enable_auto_tool_choice, server_config.tool_call_parser, server_config.reasoning_parser
+        ),
     )
     config = uvicorn.Config(
         app,

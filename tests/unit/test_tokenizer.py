@@ -195,7 +195,7 @@ def chat_tokenizer(tmp_path: Path, template: Any) -> Tokenizer:
 
 def test_model_without_template_answers_chat_with_advice(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, None)
-    assert not tokenizer.has_chat_template
+    assert not tokenizer.chat_templates
     with pytest.raises(RequestError, match=r"no chat template.*completions.*chat_template\.jinja") as raised:
         tokenizer.encode_chat(CHAT)
     assert raised.value.param == "messages"
@@ -240,7 +240,10 @@ def test_template_has_what_transformers_offers(tmp_path: Path) -> None:
         "{% for m in messages %}\n  {% if loop.index == 2 %}\n{% break %}\n  {% endif %}\n"
         "{% generation %}{{ m.content }}{% endgeneration %}{{ strftime_now('%Y') | length }}{{ flag }}\n{% endfor %}"
     )
-    assert chat_tokenizer(tmp_path, template).apply_chat_template(CHAT, flag="!") == "Hello  world4!\n"
+    assert (
+        chat_tokenizer(tmp_path, template).apply_chat_template(CHAT, chat_template_kwargs={"flag": "!"})
+        == "Hello  world4!\n"
+    )
 
 
 def test_content_parts_are_joined_and_null_is_empty(tmp_path: Path) -> None:
