@@ -4,11 +4,10 @@ In: a model as the user named it. Out: a `Tokenizer`. Imports neither JAX nor tr
 a second; ids are the ones that transformers' `AutoTokenizer` gives for the same directory.
 """
 
-import functools
 import json
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,7 +194,7 @@ class IncrementalDecoder:
         `shown_special_tokens` are not skipped.
         """
         self._tokenizer = tokenizer
-        self._visible_ids = functools.partial(
+        self._visible_ids = partial(
             tokenizer.visible_ids, skip_special_tokens=skip_special_tokens, shown=shown_special_tokens
         )
         # Hidden tokens must not stand in the window: with nothing visible before it, a word would lose its space.

@@ -7,6 +7,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxpage.errors import RequestError
 from jaxpage.server.answer import Choice, Form, Sent, answer
 from jaxpage.server.chat_protocol import (
     ChatChoice,
@@ -33,7 +34,10 @@ async def chat_completions(http_request: Request) -> Response:
     service = service_of(http_request)
     conversation = await encode(body, lambda: converse(service.engine, service.dialect, request))
     form = _form(conversation, request.top_logprobs or 0)
-    return await answer(http_request, request, [conversation.token_ids], conversation.params, form)
+    try:
+        return await answer(http_request, request, [conversation.token_ids], conversation.params, form)
+    except RequestError as error:
+        raise conversation.in_clients_words(error) from error
 
 
 def _form(conversation: Conversation, num_top: int) -> Form:

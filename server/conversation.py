@@ -7,8 +7,9 @@
     delta = splitter.finish()                                               # or splitter.split(whole_text) at once
     reason = conversation.finish_reason(splitter, output.finish_reason)
 
-`converse` raises `RequestError` that names the field at fault, before anything runs. What the deltas are is said in
-`splitter`. A route of another shape makes a `ChatRequest` of its own request first.
+`converse` raises `RequestError` that names the field at fault, before anything runs; what the engine raises on
+admission goes through `conversation.in_clients_words`. What the deltas are is said in `splitter`. A route of another
+shape makes a `ChatRequest` of its own request first.
 """
 
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ class Conversation:
     names: frozenset[str]
     """Of the functions that may be called."""
     max_num_calls: int | None
+    forces_calls: bool
     names_function: bool
     """Whether the request says which function is called."""
     shows_reasoning: bool
@@ -62,6 +64,12 @@ class Conversation:
     def finish_reason(self, splitter: Splitter, reason: str | None) -> str | None:
         """Why a choice has ended: "tool_calls" where the model has chosen to call, as OpenAI has it."""
         return "tool_calls" if reason == "stop" and splitter.has_calls and not self.names_function else reason
+
+    def in_clients_words(self, error: RequestError) -> RequestError:
+        """The engine's refusal of a grammar that was made of the request's tools, by the field that it knows."""
+        if self.forces_calls and error.param in ("grammar", "structured_outputs"):
+            return RequestError(f"tools: the parameters of a function cannot be enforced: {error}", "tools")
+        return error
 
     def _read(self, reader: Reader, parts: Parts) -> Reading[None]:
         if self.reasoning is not None:
@@ -96,6 +104,7 @@ def converse(engine: "AsyncEngine", dialect: Dialect, request: ChatRequest) -> C
         tools,
         frozenset(function.name for function in functions),
         1 if request.parallel_tool_calls is False else None,
+        request.must_call,
         request.names_function,
         request.include_reasoning is not False,
     )

@@ -42,7 +42,11 @@ def new_call_id() -> str:
 
 
 def schema_rule(schema: Any) -> str:
-    """The grammar of a schema's JSON text, to stand in a Lark rule. Raises `ValueError` for what is no JSON."""
+    """The grammar of a schema's JSON text, to stand in a Lark rule. Raises `ValueError` for what is no schema."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError(f"a schema that something satisfies is an object or true, and not {compose(schema)[:50]}")
     return f"%json {compose(schema | {'x-guidance': _STYLE})}"
 
 

@@ -5,6 +5,7 @@ A call is passed on when it is complete, its arguments as JSON. What cannot be r
 
 import ast
 import json
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from jaxpage.server.tools.json_text import compose
 
 _CONSTANTS = {"true": True, "false": False, "null": None}
 """JSON's, which models mix up with Python's."""
+_ARGUMENT_NAME = re.compile(r"[\w-]+")
 _DEFINITIONS = ("$defs", "definitions")
 
 
@@ -139,6 +141,12 @@ def _call_rules(name: str, function: Function) -> list[str]:
     shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
     lines = []
     for index, (argument, its_schema) in enumerate(properties.items()):
+        if not _ARGUMENT_NAME.fullmatch(argument):
+            raise RequestError(
+                f"tools: {function.name!r} has a parameter {argument!r}, and this model writes calls as Python: "
+                "name it with letters, digits, underscores and dashes",
+                "tools",
+            )
         if isinstance(its_schema, dict):
             its_schema = its_schema | shared
         lines.append(f"{name}_{index}: {json.dumps(argument + '=')} {schema_rule(its_schema)}")
