@@ -205,10 +205,6 @@ class FakeEngine:
         self.num_resets += not self.running
         return not self.running
 
-    async def prepare(self, params: SamplingParams | BeamSearchParams) -> None:
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            grammar_of(params.structured_outputs, frozenset())
-
     def add_request(
         self,
         prompt: str | Sequence[int],
