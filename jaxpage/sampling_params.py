@@ -33,8 +33,12 @@ MAX_LENGTH_PENALTY = 10.0
 """Bound of the exponent in a beam's score: beyond it, length alone would decide, and a score might overflow."""
 
 
+STRUCTURE_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+"""What a text may have to be, by the fields of `StructuredOutputsParams`."""
+
+
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the generated text must be: exactly one field is given. `structured.grammar` says how each is read.
+    """What the generated text must be: one of `STRUCTURE_KINDS` is given. `structured.grammar` says how each is read.
 
     Raises `RequestError` that names the field, its value and what is allowed.
     """
@@ -51,10 +55,12 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     """A grammar in Lark's or in GBNF's notation."""
     structural_tag: str | dict[str, Any] | None = None
     """Free text in which the tags that begin with a trigger follow a schema, as text or as an object; kept as text."""
+    preamble: str | None = None
+    """Rules in Lark's notation for `preamble`, which is written before all that, such as a model's reasoning."""
 
     def __post_init__(self) -> None:
-        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
-        names = ", ".join(self.__struct_fields__)
+        given = [name for name in STRUCTURE_KINDS if getattr(self, name) not in (None, False)]
+        names = ", ".join(STRUCTURE_KINDS)
         _check("structured_outputs", given, len(given) == 1, f"exactly one of {names}")
         _check_switch("json_object", self.json_object)
         for name in ("json", "structural_tag"):
@@ -64,7 +70,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
                 except (TypeError, ValueError, RecursionError) as error:
                     raise RequestError(f"{name} is no JSON: {error}", name) from error
                 msgspec.structs.force_setattr(self, name, text)
-        for name in ("json", "regex", "grammar", "structural_tag"):
+        for name in ("json", "regex", "grammar", "structural_tag", "preamble"):
             value = getattr(self, name)
             _check(name, value, value is None or (isinstance(value, str) and value != ""), "a text that is not empty")
         if self.choice is not None:

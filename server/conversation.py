@@ -91,8 +91,10 @@ def converse(engine: "AsyncEngine", dialect: Dialect, request: ChatRequest) -> C
     if request.must_call:
         tools = dialect.tools or FALLBACK
         several = request.parallel_tool_calls is not False and not request.names_function
-        rules = _rules(tools, functions, dialect, several)
-        params = _structured(params, f"{_start(dialect, prompt_end)}\n{rules}")
+        params = _forced(params, _grammar(tools, functions, dialect, several))
+    if isinstance(params, SamplingParams) and (structure := params.structured_outputs) is not None:
+        structure = msgspec.structs.replace(structure, preamble=_preamble(dialect, prompt_end))
+        params = msgspec.structs.replace(params, structured_outputs=structure)
     marks = [*(tools.marks if tools else ()), *(dialect.reasoning.marks if dialect.reasoning else ())]
     if special := dialect.special_tokens(marks):
         params = msgspec.structs.replace(params, shown_special_tokens=tuple(special))
@@ -133,9 +135,10 @@ def _told_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
     ]
 
 
-def _rules(tools: ToolFormat, functions: Sequence[Function], dialect: Dialect, several: bool) -> str:
+def _grammar(tools: ToolFormat, functions: Sequence[Function], dialect: Dialect, several: bool) -> str:
+    """Of calls. Raises `RequestError` for what no grammar can be made of."""
     try:
-        return tools.rules(functions, dialect.terminal, several=several)
+        return "start: calls\n" + tools.rules(functions, dialect.terminal, several=several)
     except ValueError as error:
         if isinstance(error, RequestError):
             raise
@@ -144,23 +147,7 @@ def _rules(tools: ToolFormat, functions: Sequence[Function], dialect: Dialect, s
         ) from error
 
 
-def _start(dialect: Dialect, prompt_end: str) -> str:
-    """The rule of the whole text: the calls, and before them the reasoning, where the model may still begin it."""
-    reasoning = dialect.reasoning
-    if reasoning is None or reasoning.is_over(prompt_end):
-        return "start: calls"
-    begin, end = map(dialect.terminal, reasoning.marks)
-    thoughts = f"thoughts: TEXT {end}" if end.startswith("<") else f"thoughts[suffix={end}]: TEXT"
-    if reasoning.is_open(prompt_end):
-        start = "start: thoughts GAP calls"
-    elif reasoning.always:
-        start = f"start: {begin}? thoughts GAP calls"
-    else:
-        start = f"start: ({begin} thoughts GAP)? calls"
-    return "\n".join([start, thoughts, "TEXT: /(?s:.*)/", "GAP: /\\n{0,2}/"])
-
-
-def _structured(params: SamplingParams | BeamSearchParams, grammar: str) -> SamplingParams:
+def _forced(params: SamplingParams | BeamSearchParams, grammar: str) -> SamplingParams:
     """`params` with a grammar for the text."""
     assert isinstance(params, SamplingParams), "a search can force no call, and is refused"
     if params.structured_outputs is not None:
@@ -169,3 +156,19 @@ def _structured(params: SamplingParams | BeamSearchParams, grammar: str) -> Samp
             "tool_choice",
         )
     return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
+
+
+def _preamble(dialect: Dialect, prompt_end: str) -> str | None:
+    """Lark's rules for the reasoning before an answer that has to fit a grammar; None where there can be none."""
+    reasoning = dialect.reasoning
+    if reasoning is None or reasoning.is_over(prompt_end):
+        return None
+    begin, end = map(dialect.terminal, reasoning.marks)
+    if reasoning.is_open(prompt_end):
+        preamble = "preamble: thoughts GAP"
+    elif reasoning.always:
+        preamble = f"preamble: {begin}? thoughts GAP"
+    else:
+        preamble = f"preamble: ({begin} thoughts GAP)?"
+    thoughts = f"thoughts: TEXT {end}" if end.startswith("<") else f"thoughts[suffix={end}]: TEXT"
+    return "\n".join([preamble, thoughts, "TEXT: /(?s:.*)/", "GAP: /\\n{0,2}/"])

@@ -10,12 +10,14 @@ from llguidance import LLMatcher, LLTokenizer
 from split_text import calls, splitter
 
 from jaxpage.errors import RequestError
+from jaxpage.sampling_params import SamplingParams
 from jaxpage.server.chat_protocol import ChatRequest, Function
 from jaxpage.server.conversation import converse
 from jaxpage.server.dialect import Dialect
 from jaxpage.server.reasoning import REASONING_FORMATS
 from jaxpage.server.splitter import Delta
 from jaxpage.server.tools import TOOL_FORMATS
+from jaxpage.structured.grammar import grammar_of
 
 MARKS = ["[TOOL_CALLS]", "[ARGS]", "</think>"]
 EOS = 256
@@ -58,7 +60,7 @@ def grammar(name: str, dialect: Dialect = SPELLED, *, several: bool = True) -> s
 
 
 def matcher(lark: str) -> LLMatcher:
-    made = LLMatcher(TOKENIZER, LLMatcher.grammar_from_lark(lark), log_level=0)
+    made = LLMatcher(TOKENIZER, lark, log_level=0)
     assert not made.get_error(), made.get_error()
     return made
 
@@ -169,15 +171,16 @@ class Engine:
         return bytes(token_ids).decode()
 
 
-def forced_grammar(reasoning: str | None, prompt: str, special: Dialect = SPELLED) -> str:
-    """Of a call of "f", behind whatever reasoning the prompt leaves room for."""
-    request = ChatRequest(messages=[], tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="required")
+def forced_grammar(reasoning: str | None, prompt: str, special: Dialect = SPELLED, **fields: Any) -> str:
+    """Of a call of "f", or of what else is asked for, behind whatever reasoning the prompt leaves room for."""
+    call = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
+    request = ChatRequest(messages=[], **(fields or call))
     formats = TOOL_FORMATS["hermes"], REASONING_FORMATS.get(reasoning or "")
     dialect = Dialect(*formats, special.special_token_ids)
     params = converse(Engine(prompt), dialect, request).params  # type: ignore[arg-type]
-    lark = params.structured_outputs.grammar  # type: ignore[union-attr]
-    assert lark is not None
-    return lark
+    assert isinstance(params, SamplingParams)
+    assert params.structured_outputs is not None
+    return grammar_of(params.structured_outputs, frozenset())
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -203,6 +206,27 @@ def test_a_forced_call_may_follow_reasoning_and_the_parser_reads_both(
         thought = "Hm: <tool_call>?" if "Hm" in text else ""
         assert splitter("hermes", reasoning, prompt).split(text) == Delta(thought, calls=calls(("f", "{}")))
     assert not any(accepts(lark, text) for text in bad)
+
+
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"a": 1}'),
+        ({"guided_regex": "[0-9]+"}, "42"),
+        ({"guided_choice": ["yes", "no"]}, "no"),
+        ({"guided_grammar": 'start: "a" tail\ntail: "b"'}, "ab"),
+        ({"guided_grammar": 'root ::= "a" "b"'}, "ab"),
+    ],
+)
+def test_c12_a_structure_is_that_of_the_answer_and_leaves_room_for_reasoning(
+    fields: dict[str, Any], answer: str
+) -> None:
+    lark = forced_grammar("qwen3", "<bot>", **fields)
+    assert accepts(lark, f"<think>\n{THOUGHT}{answer}")
+    assert accepts(lark, answer)
+    assert not accepts(lark, f"<think>\n{THOUGHT}")
+    assert not accepts(lark, f"<think>\n{THOUGHT}?")
+    assert not accepts(forced_grammar("qwen3", "<think>\n\n</think>\n\n", **fields), f"<think>\n{THOUGHT}{answer}")
 
 
 def test_marks_that_are_special_tokens_cannot_be_spelled() -> None:
