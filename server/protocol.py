@@ -306,5 +306,5 @@ def _is_among(value: object, neutral: tuple[object, ...]) -> bool:
 
 def _field_at_fault(message: str) -> str | None:
     """The top-level field that a msgspec message is about: its path, or the name of a missing field."""
-    found = re.search(r"at `\$\.(\w+)|missing required field `(\w+)`", message)
-    return found and (found[1] or found[2])
+    found = re.search(r"at `\$\.(\w+)", message) or re.search(r"missing required field `(\w+)`", message)
+    return found and found[1]

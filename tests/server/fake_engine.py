@@ -80,6 +80,7 @@ class FakeEngine:
         self.snapshot_seconds = 0.0
         """How long a snapshot takes, as when the engine is in a long step."""
         self.seen_params: list[SamplingParams | BeamSearchParams] = []
+        self.seen_prompts: list[list[int]] = []
         self.seen_options: list[dict[str, Any]] = []
         self.seen_template_kwargs: list[dict[str, Any]] = []
         self.encoding_threads: list[int] = []
@@ -222,6 +223,7 @@ class FakeEngine:
         if len(ids) >= self.max_model_len:
             raise RequestError(f"prompt has {len(ids)} tokens, max_model_len is {self.max_model_len}", "prompt")
         self.seen_params.append(params)
+        self.seen_prompts.append(ids)
         self.seen_options.append(options)
         text = "".join(map(chr, ids))
         script = next((script for piece, script in self.scripts.items() if piece in text), Script())
