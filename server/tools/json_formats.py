@@ -67,7 +67,8 @@ class Llama3Json:
         yield from reader.rest(parts.content)
 
     def rules(self, functions: Sequence[Function], terminal: Terminal, *, several: bool) -> str:
-        return f"calls: {sequence(several, '; ')}\ncall: object\n{_objects(functions, 'parameters')}"
+        # Never several: Llama 3's chat templates take back no message that has more than one call.
+        return f"calls: object\n{_objects(functions, 'parameters')}"
 
     def new_call_id(self) -> str:
         return new_call_id()

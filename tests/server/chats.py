@@ -57,9 +57,9 @@ def ask(one: FakeEngine, options: ChatOptions | None = None, **fields: Any) -> A
     return asgi(one, "POST", CHAT, app=app, json={"messages": HELLO, **fields})
 
 
-def prompt_of(one: FakeEngine, **fields: Any) -> str:
-    """What the model reads of a chat."""
-    return "".join(map(chr, one.encode_chat(**{"messages": HELLO, **fields})))
+def prompt_of(one: FakeEngine) -> str:
+    """What the model has read of the last chat."""
+    return "".join(map(chr, one.seen_prompts[-1]))
 
 
 def streamed(response: Any) -> dict[int, dict[str, Any]]:
