@@ -6,6 +6,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from split_text import calls, splitter
 
@@ -14,6 +16,7 @@ from jaxpage.sampling_params import SamplingParams
 from jaxpage.server.chat_protocol import ChatRequest, Function
 from jaxpage.server.conversation import converse
 from jaxpage.server.dialect import Dialect
+from jaxpage.server.protocol import decode
 from jaxpage.server.reasoning import REASONING_FORMATS
 from jaxpage.server.splitter import Delta
 from jaxpage.server.tools import TOOL_FORMATS
@@ -236,3 +239,42 @@ def test_marks_that_are_special_tokens_cannot_be_spelled() -> None:
     named = "[TOOL_CALLS]f[ARGS]{}"
     assert accepts(grammar("mistral", SPECIAL), named, marks=("[TOOL_CALLS]", "[ARGS]"))
     assert not accepts(grammar("mistral", SPECIAL), named)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["object", "a=b"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "properties", "required", "$defs", "$ref", "anyOf", "a"]) | st.text(max_size=5),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=6,
+)
+SCHEMAS = st.dictionaries(st.sampled_from(["properties", "required", "$defs", "anyOf"]), JSON, max_size=3)
+VALID_TOOLS = st.builds(
+    lambda schema, name: {"type": "function", "function": {"name": name, "parameters": schema}},
+    SCHEMAS,
+    st.sampled_from(["f", "g-h"]),
+)
+ANY_TOOLS = st.fixed_dictionaries({"type": JSON}, optional={"function": st.fixed_dictionaries({"name": JSON}) | JSON})
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    tools=st.lists(VALID_TOOLS, min_size=1, max_size=2) | st.lists(ANY_TOOLS, min_size=1, max_size=2) | JSON,
+    choice=st.just("required") | JSON,
+    name=st.sampled_from(sorted(TOOL_FORMATS)),
+)
+def test_a11_any_tools_end_in_a_grammar_or_a_request_error(tools: Any, choice: Any, name: str) -> None:
+    body = {"messages": [], "tools": tools, "tool_choice": choice}
+    try:
+        request = decode(json.dumps(body).encode(errors="surrogatepass"), ChatRequest)
+        params = converse(Engine(""), Dialect(TOOL_FORMATS[name]), request).params  # type: ignore[arg-type]
+        assert isinstance(params, SamplingParams)
+        if params.structured_outputs is not None:
+            grammar_of(params.structured_outputs, frozenset())
+    except RequestError:
+        pass
