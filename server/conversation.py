@@ -12,7 +12,7 @@ admission goes through `conversation.in_clients_words`. What the deltas are is s
 shape makes a `ChatRequest` of its own request first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +52,10 @@ class Conversation:
     """Whether the request says which function is called."""
     shows_reasoning: bool
 
-    def splitter(self) -> Splitter:
-        """For the text of one choice."""
+    def splitter(self, new_call_id: Callable[[], str] | None = None) -> Splitter:
+        """For the text of one choice. `new_call_id`: instead of the format's own."""
         parts = Parts(
-            self.tools.new_call_id if self.tools is not None else str,
+            new_call_id or (self.tools.new_call_id if self.tools is not None else str),
             max_num_calls=self.max_num_calls,
             shows_reasoning=self.shows_reasoning,
         )

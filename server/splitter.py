@@ -35,9 +35,6 @@ class Delta:
     calls: list[CallDelta] = field(default_factory=list)
     """At most one per call, in order."""
 
-    def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.calls)
-
     def __add__(self, later: "Delta") -> "Delta":
         """Both as one."""
         calls = {call.index: CallDelta(call.index, call.id, call.name, call.arguments) for call in self.calls}

@@ -33,8 +33,7 @@ class Hermes:
         begin, end = map(terminal, self.marks)
         return f'calls: {sequence(several, r"\n")}\ncall: {begin} "\\n" object "\\n" {end}\n{_objects(functions)}'
 
-    def new_call_id(self) -> str:
-        return new_call_id()
+    new_call_id = staticmethod(new_call_id)
 
 
 class JsonList:
@@ -50,8 +49,7 @@ class JsonList:
     def rules(self, functions: Sequence[Function], terminal: Terminal, *, several: bool) -> str:
         return f'calls: "[" {sequence(several, ", ")} "]"\ncall: object\n{_objects(functions, "parameters")}'
 
-    def new_call_id(self) -> str:
-        return new_call_id()
+    new_call_id = staticmethod(new_call_id)
 
 
 class Llama3Json:
@@ -70,8 +68,7 @@ class Llama3Json:
         # Never several: Llama 3's chat templates take back no message that has more than one call.
         return f"calls: object\n{_objects(functions, 'parameters')}"
 
-    def new_call_id(self) -> str:
-        return new_call_id()
+    new_call_id = staticmethod(new_call_id)
 
 
 class Mistral:

@@ -49,8 +49,7 @@ class Pythonic:
             lines += _call_rules(f"call_{index}", function)
         return "\n".join(lines)
 
-    def new_call_id(self) -> str:
-        return new_call_id()
+    new_call_id = staticmethod(new_call_id)
 
 
 def _read_call(reader: Reader, parts: Parts, names: frozenset[str]) -> Reading[bool]:

@@ -3,28 +3,38 @@
 import itertools
 from collections.abc import Iterable
 
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.server.conversation import Conversation
 from jaxpage.server.reasoning import REASONING_FORMATS
-from jaxpage.server.splitter import CallDelta, Delta, Parts, Splitter
+from jaxpage.server.splitter import CallDelta, Delta, Splitter
 from jaxpage.server.tools import TOOL_FORMATS
 
 NAMES = frozenset({"f", "get_weather"})
 
 
 def splitter(
-    tools: str | None = None, reasoning: str | None = None, prompt_end: str = "", **options: object
+    tools: str | None = None,
+    reasoning: str | None = None,
+    prompt_end: str = "",
+    *,
+    max_num_calls: int | None = None,
+    shows_reasoning: bool = True,
 ) -> Splitter:
     """One for the formats of these names; call ids are "0", "1" and so on."""
-    ids = itertools.count()
-    parts = Parts(lambda: str(next(ids)), **options)  # type: ignore[arg-type]
-
-    def read(reader, parts):  # type: ignore[no-untyped-def]
-        if reasoning is not None:
-            yield from REASONING_FORMATS[reasoning].read(reader, parts, prompt_end)
-        if tools is not None:
-            yield from TOOL_FORMATS[tools].read(reader, parts, NAMES)
-        yield from reader.rest(parts.content)
-
-    return Splitter(read, parts)
+    conversation = Conversation(
+        token_ids=[],
+        params=SamplingParams(),
+        prompt_end=prompt_end,
+        reasoning=REASONING_FORMATS.get(reasoning or ""),
+        tools=TOOL_FORMATS.get(tools or ""),
+        names=NAMES,
+        max_num_calls=max_num_calls,
+        forces_calls=False,
+        names_function=False,
+        shows_reasoning=shows_reasoning,
+    )
+    ids = map(str, itertools.count())
+    return conversation.splitter(new_call_id=lambda: next(ids))
 
 
 def in_pieces(one: Splitter, pieces: Iterable[str]) -> list[Delta]:
