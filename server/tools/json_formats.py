@@ -3,12 +3,18 @@
 import json
 import secrets
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxpage.server.chat_protocol import Function
 from jaxpage.server.reader import Reader, Reading
 from jaxpage.server.splitter import Parts
 from jaxpage.server.tools.format import Terminal, new_call_id, schema_rule, sequence
 from jaxpage.server.tools.json_calls import any_name, known_name, read_call, stream_object
+
+_ABOUT_OTHERS = frozenset(
+    {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf"}
+)
+"""Keywords of a schema that allow properties which `properties` does not name."""
 
 
 class Hermes:
@@ -127,12 +133,16 @@ class Mistral:
 
 def _arguments(functions: Sequence[Function]) -> list[str]:
     """A rule for each function's arguments."""
-    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
     return [
-        f"arguments_{index}: "
-        + schema_rule(nothing if function.parameters is None else {"type": "object"} | function.parameters)
+        f"arguments_{index}: {schema_rule(_closed(function.parameters or {}))}"
         for index, function in enumerate(functions)
     ]
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of an object with no more properties than it names, unless it says something about others."""
+    closed = {} if schema.keys() & _ABOUT_OTHERS else {"additionalProperties": False}
+    return {"type": "object"} | schema | closed
 
 
 def _objects(functions: Sequence[Function], key: str = "arguments") -> str:

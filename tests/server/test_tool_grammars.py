@@ -136,6 +136,28 @@ def test_arguments_are_written_as_models_have_read_them() -> None:
     assert not accepts(grammar("llama3_json"), spaced.replace('"Bonn"', '\n"Bonn"'))
 
 
+@pytest.mark.parametrize(
+    ("parameters", "is_open"),
+    [
+        (None, False),
+        ({}, False),
+        ({"type": "object"}, False),
+        ({"properties": {"a": {"type": "integer"}}}, False),
+        ({"properties": {"a": True}, "additionalProperties": {"type": "integer"}}, True),
+        ({"additionalProperties": True}, True),
+        ({"$ref": "#/$defs/any", "$defs": {"any": {"type": "object"}}}, True),
+    ],
+)
+def test_arguments_that_a_schema_does_not_name_are_written_only_where_it_allows_them(
+    parameters: dict[str, Any] | None, is_open: bool
+) -> None:
+    lark = "start: calls\n" + TOOL_FORMATS["json"].rules(
+        [Function(name="f", parameters=parameters)], SPELLED.terminal, several=False
+    )
+    assert accepts(lark, '[{"name": "f", "parameters": {}}]')
+    assert accepts(lark, '[{"name": "f", "parameters": {"b": 1}}]') == is_open
+
+
 def test_optional_python_arguments_may_be_left_out_anywhere() -> None:
     for text in (
         'city="a"',
