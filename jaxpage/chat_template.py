@@ -60,16 +60,16 @@ class ChatTemplates:
         """
         if not messages:
             raise RequestError("messages is empty: a chat needs at least one", param="messages")
-        plain = [_plain_message(message, index) for index, message in enumerate(messages)]
+        plain = _plain_messages(messages)
         if (source := self.source(with_tools=bool(tools))) is None:
             raise RequestError(
                 "this model has no chat template: use the completions endpoint with a prompt in the model's own "
                 "format, give a template with --chat-template, or put a chat_template.jinja into the model's directory",
                 param="messages",
             )
-        if not self.takes_tools:
-            plain, tools = spell_out(plain, tools), None
         try:
+            if not self.takes_tools:
+                plain, tools = spell_out(plain, tools), None
             template = _compile(source)
             text: str = template.render({**variables, "messages": plain, "tools": tools or None, "documents": None})
         except Exception as error:  # foreign code: whatever it raises is its answer to these messages
@@ -81,6 +81,17 @@ def check_variables(variables: Mapping[str, Any]) -> None:
     """Raises `RequestError` if a request's own variables, such as `enable_thinking`, include what is not its to set."""
     if reserved := sorted(RESERVED_VARIABLES & variables.keys()):
         raise RequestError(f"chat_template_kwargs may not set {', '.join(reserved)}", "chat_template_kwargs")
+
+
+def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as templates take them. Results get the name of their function, which some templates insist on."""
+    plain = [_plain_message(message, index) for index, message in enumerate(messages)]
+    names: dict[str, str] = {}
+    for message in plain:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
+        if message["role"] == "tool" and (name := names.get(message.get("tool_call_id", ""))) is not None:
+            message.setdefault("name", name)
+    return plain
 
 
 def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -95,6 +106,8 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         raise RequestError(f"messages[{index}].content is neither text nor a list of parts", param="messages")
     if reasoning := plain.get("reasoning_content") or plain.get("reasoning"):
         plain["reasoning_content"] = plain["reasoning"] = reasoning  # templates know one or the other
+    if not isinstance(plain.get("tool_call_id", ""), str):
+        raise RequestError(f"messages[{index}].tool_call_id is not a text", param="messages")
     calls = plain.pop("tool_calls", None) or []
     if not isinstance(calls, list):
         raise RequestError(f"messages[{index}].tool_calls is not a list", param="messages")
@@ -108,6 +121,8 @@ def _plain_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where} needs a function with a name", param="messages")
+    if not isinstance(call.get("id"), str | None):
+        raise RequestError(f"{where}.id is not a text", param="messages")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
@@ -117,7 +132,8 @@ def _plain_call(call: Any, where: str) -> dict[str, Any]:
         arguments = parsed if isinstance(parsed, dict) else arguments
     elif not isinstance(arguments, Mapping):
         raise RequestError(f"{where}.function.arguments is neither text nor an object", param="messages")
-    return {**call, "function": {**function, "arguments": arguments}}
+    given = {key: value for key, value in call.items() if value is not None}
+    return {**given, "function": {**function, "arguments": arguments}}
 
 
 def _part_text(part: Any, index: int) -> str:

@@ -19,18 +19,16 @@ If no call is needed, answer in plain words."""
 def spell_out(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
     """The messages in words, checked ones; `tools` are told of in the system message, or in the user's first."""
     spelled: list[dict[str, Any]] = []
-    names: dict[Any, str] = {}
     follows_result = False
     for message in messages:
         if calls := message.get("tool_calls"):
-            names |= {call.get("id"): call["function"]["name"] for call in calls}
             found = [{"name": call["function"]["name"], "parameters": call["function"]["arguments"]} for call in calls]
             words = [message["content"], json.dumps(found, ensure_ascii=False)]
             message = {"role": message["role"], "content": "\n".join(filter(None, words))}
         is_result = message["role"] == "tool"
         if is_result:
-            name = message.get("name") or names.get(message.get("tool_call_id"), "The function")
-            message = {"role": "user", "content": f"{name} returned: {message['content']}"}
+            content = f"{message.get('name', 'The function')} returned: {message['content']}"
+            message = {"role": "user", "content": content}
         if follows_result and message["role"] == "user":  # templates may insist that roles alternate
             message = {**message, "content": f"{spelled.pop()['content']}\n{message['content']}"}
         spelled.append(dict(message))

@@ -56,6 +56,22 @@ def test_a_template_that_takes_tools_gets_everything_as_it_is_with_arguments_as_
     assert render(HISTORY, template=template) == "größe|Ulm|tool"
 
 
+def test_results_have_the_name_of_their_function_which_clients_leave_out() -> None:
+    template = "{{ tools }}{{ messages[2].name }} {{ messages[3].name }}"
+    assert render(HISTORY, None, template) == "Nonegröße größe"
+    renamed = [*HISTORY[:3], {**HISTORY[3], "name": "own"}]
+    assert render(renamed, None, template) == "Nonegröße own"
+
+
+@pytest.mark.parametrize("template", [PLAIN, "{{ tools }}{{ messages }}"])
+@pytest.mark.parametrize("identity", [5, [1], {}])
+def test_what_is_no_id_of_a_call_is_refused_by_its_place(identity: Any, template: str) -> None:
+    with pytest.raises(RequestError, match=r"messages\[1\]\.tool_calls\[0\]\.id"):
+        render([HISTORY[0], {"role": "assistant", "tool_calls": [{**CALLS[0], "id": identity}]}], template=template)
+    with pytest.raises(RequestError, match=r"messages\[1\]\.tool_call_id"):
+        render([HISTORY[0], {"role": "tool", "tool_call_id": identity, "content": "x"}], template=template)
+
+
 def test_earlier_words_of_the_assistant_stand_before_its_calls() -> None:
     messages = [*HISTORY[:1], {**HISTORY[1], "content": "I look."}]
     assert "<assistant>I look.\n[{" in render(messages, None)
