@@ -17,6 +17,7 @@ import zmq
 import zmq.asyncio
 
 from jaxpage import wire
+from jaxpage.chat_template import ChatTemplates
 from jaxpage.config import EngineConfig
 from jaxpage.engine_process import EngineProcess, envelope, error_of
 from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
@@ -135,7 +136,7 @@ class AsyncEngine:
             self._config, cast("zmq.Context[zmq.Socket[bytes]]", zmq.asyncio.Context.instance())
         )
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model)
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model, self._config.chat_template)
 
     async def wait_ready(self) -> None:
         """Return when requests are served. Raises what kept the engine from starting."""
@@ -172,11 +173,17 @@ class AsyncEngine:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: list[dict[str, Any]] | None = None,
-        **template_kwargs: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a chat by the model's template. Raises `RequestError` naming a bad message."""
         assert self._tokenizer is not None, "start() comes first"
-        return self._tokenizer.encode_chat(messages, tools=tools, **template_kwargs)
+        return self._tokenizer.encode_chat(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
+
+    @property
+    def chat_templates(self) -> ChatTemplates:
+        """The model's."""
+        assert self._tokenizer is not None, "start() comes first"
+        return self._tokenizer.chat_templates
 
     async def prepare(self, params: SamplingParams | BeamSearchParams) -> None:
         """Check in a thread what takes long to check, which is then known to `add_request`. Raises `RequestError`."""

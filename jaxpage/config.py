@@ -16,6 +16,9 @@ def _option(default: Any, help_text: str) -> Any:
 
 
 LOOP_NAMES = ("sync", "overlap", "resident")
+AUTO = "auto"
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "pythonic", "json")
+REASONING_PARSERS = ("qwen3", "deepseek_r1", "mistral")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,7 @@ class EngineConfig:
 
     model: str = _option("smollm2-135m", "packaged model name, Hugging Face directory, or GGUF file")
     dtype: str = _option("auto", "weights and activations: auto (float32 on CPU, bfloat16 on GPU), float32, bfloat16")
+    chat_template: str | None = _option(None, "file with a Jinja chat template, used instead of the model's own")
     max_model_len: int | None = _option(
         None, "most tokens of a request, prompt and output; default: the model's context"
     )
@@ -119,12 +123,29 @@ class ServerConfig:
         "request ids cut short, and no text",
     )
     vllm_metric_names: bool = _option(False, "give /metrics under vLLM's names, too")
+    enable_auto_tool_choice: bool = _option(
+        True, "read tool calls from answers whose request leaves the choice to the model; otherwise they are content"
+    )
+    tool_call_parser: str = _option(
+        AUTO,
+        f"how the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)}; auto: by its chat template, where that is "
+        "unmistakable",
+    )
+    reasoning_parser: str = _option(
+        AUTO, f"how the model marks its reasoning: {', '.join(REASONING_PARSERS)}, none; auto: by its chat template"
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"{_flag('port')} is {self.port}: it must be in [0, 65535]")
         if not self.shutdown_timeout >= 0:  # nan is not, either
             raise ConfigError(f"{_flag('shutdown_timeout')} is {self.shutdown_timeout}: it must be at least 0 seconds")
+        for name, allowed in (
+            ("tool_call_parser", (AUTO, *TOOL_CALL_PARSERS)),
+            ("reasoning_parser", (AUTO, *REASONING_PARSERS, "none")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{_flag(name)} is {getattr(self, name)!r}: it must be one of {', '.join(allowed)}")
 
 
 def _flag(name: str) -> str:

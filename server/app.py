@@ -18,6 +18,7 @@ from jaxpage.metrics import CONTENT_TYPE
 from jaxpage.server.chat import chat_completions
 from jaxpage.server.completions import completions
 from jaxpage.server.debug import DEBUG_ROUTES
+from jaxpage.server.dialect import ChatOptions
 from jaxpage.server.errors import ApiError, error_response
 from jaxpage.server.page import page_routes
 from jaxpage.server.service import Service, service_of
@@ -36,6 +37,7 @@ def build_app(
     enable_debug_routes: bool = False,
     vllm_metric_names: bool = False,
     web_page: bool = True,
+    chat_options: ChatOptions | None = None,
 ) -> Starlette:
     """The application that serves `engine` under the id `model_name`; its `state.service` holds the open requests."""
     app = Starlette(
@@ -60,7 +62,7 @@ def build_app(
             Exception: _answer_fault,
         },
     )
-    app.state.service = Service(engine, model_name)
+    app.state.service = Service(engine, model_name, chat_options=chat_options or ChatOptions())
     app.state.created = int(time.time())
     app.state.vllm_metric_names = vllm_metric_names
     return app

@@ -23,6 +23,7 @@ import uvicorn
 from jaxpage.config import EngineConfig, ServerConfig
 from jaxpage.errors import ConfigError, JaxpageError
 from jaxpage.server.app import build_app
+from jaxpage.server.dialect import ChatOptions
 from jaxpage.server.service import Service
 
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ async def run(engine: "AsyncEngine", listener: socket.socket, server_config: Ser
         enable_debug_routes=server_config.enable_debug_routes,
         vllm_metric_names=server_config.vllm_metric_names,
         web_page=server_config.web_page,
+        chat_options=ChatOptions(
+            server_config.enable_auto_tool_choice, server_config.tool_call_parser, server_config.reasoning_parser
+        ),
     )
     config = uvicorn.Config(
         app,
@@ -87,7 +91,7 @@ async def run(engine: "AsyncEngine", listener: socket.socket, server_config: Ser
         try:
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             told = asyncio.create_task(signalled.get())
-            failing = asyncio.create_task(run_engine(engine, model_name, url_of(listener)))
+            failing = asyncio.create_task(run_engine(app.state.service, url_of(listener)))
             await asyncio.wait({serving, told, failing}, return_when=asyncio.FIRST_COMPLETED)
             if told.done():
                 logger.info("%s: running requests have %g s", told.result(), server_config.shutdown_timeout)
@@ -104,12 +108,14 @@ async def run(engine: "AsyncEngine", listener: socket.socket, server_config: Ser
             await engine.shutdown()
 
 
-async def run_engine(engine: "AsyncEngine", model_name: str, url: str) -> None:
-    """Load `engine` and watch it. Returns, having logged why, when it could not start or has died."""
+async def run_engine(service: Service, url: str) -> None:
+    """Load the service's engine and watch it. Returns, having logged why, when it could not start or has died."""
+    engine, model_name = service.engine, service.model_name
     print(f"listening on {url} while {model_name} loads", flush=True)
     try:
         await engine.start()
         await engine.wait_ready()
+        _ = service.dialect  # it logs what is chosen
     except JaxpageError as error:
         logger.error("cannot serve %s: %s", model_name, error)
         return

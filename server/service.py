@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.server.dialect import ChatOptions, Dialect, dialect_of
 from jaxpage.server.errors import ApiError, shutting_down
 from jaxpage.server.generation import Generation
 from jaxpage.server.protocol import GenerationRequest, decode
@@ -35,6 +36,15 @@ class Service:
     draining: bool = False
     """Set when the server has been told to stop: new requests are refused."""
     open_generations: set[Generation] = field(default_factory=set)
+    chat_options: ChatOptions = field(default_factory=ChatOptions)
+    _dialect: Dialect | None = None
+
+    @property
+    def dialect(self) -> Dialect:
+        """How the model writes reasoning and calls; known once the engine is ready."""
+        if self._dialect is None:
+            self._dialect = dialect_of(self.engine, self.chat_options)
+        return self._dialect
 
     def check_available(self) -> None:
         """Raises a 503 while the engine loads, once it is dead, and when the server is shutting down."""

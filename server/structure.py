@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpage.errors import RequestError
-from jaxpage.sampling_params import StructuredOutputsParams
+from jaxpage.sampling_params import STRUCTURE_KINDS, StructuredOutputsParams
 
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-KINDS = StructuredOutputsParams.__struct_fields__
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +67,8 @@ def _of_response_format(response_format: Mapping[str, Any]) -> StructuredOutputs
 
 def _of_structured(structured: Mapping[str, Any]) -> StructuredOutputsParams:
     given = {name: value for name, value in structured.items() if value not in (None, False)}
-    if unknown := sorted(given.keys() - set(KINDS)):
-        raise RequestError(f"structured_outputs.{unknown[0]} is not supported: it may have one of {', '.join(KINDS)}")
+    if unknown := sorted(given.keys() - set(STRUCTURE_KINDS)):
+        raise RequestError(
+            f"structured_outputs.{unknown[0]} is not supported: it may have one of {', '.join(STRUCTURE_KINDS)}"
+        )
     return StructuredOutputsParams(**given)

@@ -59,6 +59,7 @@ def engine(shared_server: tuple[FakeEngine, str]) -> Iterator[FakeEngine]:
     yield engine
     engine.scripts.clear()
     engine.seen_params.clear()
+    engine.seen_prompts.clear()
     engine.seen_options.clear()
     engine.encoding_threads.clear()
     engine.max_num_seqs = 1000

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from jaxpage.chat_template import ChatTemplates, check_variables
 from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
 from jaxpage.metrics import Metrics
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -22,6 +23,7 @@ BLOCK_SIZE = 4
 KEPT_BLOCK_IDS = [1, 590, 591, 592]
 """Cached blocks; the first is shared by all requests that run."""
 VOCAB_SIZE = 0x110000
+CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<bot>"
 FOREVER = 10**9
 
 
@@ -58,6 +60,7 @@ class FakeEngine:
         bos: bool = False,
         load_seconds: float = 0.0,
         load_error: JaxpageError | None = None,
+        chat_template: str | None = CHAT_TEMPLATE,
     ) -> None:
         self.model_name = model_name
         self.max_model_len = max_model_len
@@ -65,6 +68,7 @@ class FakeEngine:
         self.bos = bos
         self.load_seconds = load_seconds
         self.load_error = load_error
+        self.chat_templates = ChatTemplates({} if chat_template is None else {"default": chat_template})
         self.scripts: dict[str, Script] = {}
         self.is_ready = False
         self.is_dead = False
@@ -76,6 +80,7 @@ class FakeEngine:
         self.snapshot_seconds = 0.0
         """How long a snapshot takes, as when the engine is in a long step."""
         self.seen_params: list[SamplingParams | BeamSearchParams] = []
+        self.seen_prompts: list[list[int]] = []
         self.seen_options: list[dict[str, Any]] = []
         self.seen_template_kwargs: list[dict[str, Any]] = []
         self.encoding_threads: list[int] = []
@@ -119,13 +124,16 @@ class FakeEngine:
             grammar_of(params.structured_outputs, frozenset())
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
-        assert tools is None
-        self.seen_template_kwargs.append(template_kwargs)
-        if not messages:
-            raise RequestError("messages is empty", "messages")
-        return self.encode("".join(f"<{m.get('role')}>{_content_text(m.get('content'))}" for m in messages) + "<bot>")
+        kwargs = chat_template_kwargs or {}
+        check_variables(kwargs)
+        self.seen_template_kwargs.append(kwargs)
+        return self.encode(self.chat_templates.render(messages, tools, kwargs), add_special_tokens=False)
 
     @property
     def stats(self) -> dict[str, float]:
@@ -215,6 +223,7 @@ class FakeEngine:
         if len(ids) >= self.max_model_len:
             raise RequestError(f"prompt has {len(ids)} tokens, max_model_len is {self.max_model_len}", "prompt")
         self.seen_params.append(params)
+        self.seen_prompts.append(ids)
         self.seen_options.append(options)
         text = "".join(map(chr, ids))
         script = next((script for piece, script in self.scripts.items() if piece in text), Script())
@@ -338,11 +347,3 @@ def logprobs_of(token_id: int, wanted: int) -> dict[int, Logprob]:
     """Of a token that ranks third, with the letters from A on before and behind it."""
     entry = {token_id: Logprob(-1.5, 3, chr(token_id))}
     return entry | {65 + i: Logprob(-0.5 * (i + 1), i + 1, chr(65 + i)) for i in range(wanted)}
-
-
-def _content_text(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        raise RequestError("messages has a part that is not text: this model reads text only", "messages")
-    return "\n".join(part["text"] for part in content)

@@ -43,6 +43,12 @@ def test_the_openai_client_example_streams_an_answer(url: str) -> None:
     assert len(run_python(example.replace("http://127.0.0.1:8000", url), "-c").split()) > 5
 
 
+def test_the_tools_example_calls_the_function(url: str) -> None:
+    (example,) = [block for block in blocks("python") if "tool_calls" in block]
+    client = f'from openai import OpenAI\nclient = OpenAI(base_url="{url}/v1", api_key="none")\n'
+    assert run_python(client + example, "-c").startswith('get_weather {"city": "')
+
+
 def test_the_curl_example_answers(url: str) -> None:
     (example,) = [block for block in blocks("bash") if "curl" in block]
     done = subprocess.run(

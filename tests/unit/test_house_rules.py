@@ -16,7 +16,7 @@ SERVER_SEES = {"async_engine", "config", "errors", "outputs", "sampling_params",
 MODELS_SEE = {"errors"}
 SERVER_STARTERS = {"jaxpage/cli.py", "jaxpage/__main__.py"}
 JAX_FREE_MODULES = [
-    *("scheduler", "request", "wire", "frontend", "tokenizer", "chat_template", "gguf_tokenizer"),
+    *("scheduler", "request", "wire", "frontend", "tokenizer", "chat_template", "tool_prompt", "gguf_tokenizer"),
     *("sampling_params", "beam_search", "beam_group", "policies", "outputs", "config", "errors"),
 ]
 MAX_LINES = 600
