@@ -129,6 +129,16 @@ class AsyncEngine:
         """Most tokens of a request, prompt and output; known once ready."""
         return self._serving().max_model_len
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences that run at once; known once ready."""
+        return self._serving().max_num_seqs
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it; known once ready."""
+        return self._serving().vocab_size
+
     async def start(self) -> None:
         """Launch the engine process and load the tokenizer meanwhile. Raises `ModelLoadError` for a bad tokenizer."""
         self._process = EngineProcess(

@@ -5,7 +5,6 @@ or a stream of chunks; both carry the same head.
 """
 
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.server.generation import Generation
 from jaxpage.server.logprobs import Entry, ScoredTokens
 from jaxpage.server.protocol import GenerationRequest, Usage
+from jaxpage.server.request_log import record_of
 from jaxpage.server.service import service_of
 from jaxpage.server.sse import event_response, whole_response
 
@@ -89,7 +89,8 @@ async def answer(
 ) -> Response:
     """Generate, and answer in one piece or, with `stream`, as server-sent events."""
     service = service_of(http_request)
-    request_id = f"{form.id_prefix}-{uuid.uuid4().hex}"
+    record = record_of(http_request)
+    request_id = f"{form.id_prefix}-{record.request_id}"
     head = {"id": request_id, "created": int(time.time()), "model": service.model_name}
     try:
         await service.engine.prepare(params)
@@ -98,6 +99,7 @@ async def answer(
     generation = service.admit(
         request_id, prompts, params, priority=request.priority or 0, cache_salt=request.cache_salt
     )
+    record.generation = generation
     if request.stream:
         return await event_response(http_request, generation, _chunks(generation, form, head, request.include_usage))
 

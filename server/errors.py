@@ -1,13 +1,15 @@
 """What an exception looks like to a client.
 
-In: any exception that ends a request. Out: an HTTP status and OpenAI's error object. What is not jaxpage's own is told
-to the log, never to the client.
+In: any exception that ends a request. Out: an HTTP status and OpenAI's error object, or Anthropic's on its routes. What
+is not jaxpage's own is told to the log, never to the client.
 """
 
 import logging
+from collections.abc import Mapping
 
 import msgspec
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import EngineDeadError, RequestError
@@ -33,11 +35,20 @@ class ErrorBody(msgspec.Struct):
 class ApiError(Exception):
     """A request ends with this HTTP status; `code` is OpenAI's machine-readable word for it."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.headers = headers
 
 
 def shutting_down() -> ApiError:
@@ -60,8 +71,13 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
             status, message, param, code = error.status_code, error.detail, None, None
         case _:
             status, message, param, code = 500, "internal server error: the server's log has the cause", None, None
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return status, ErrorBody(ErrorDetail(message=message, type=kind, param=param, code=code))
+    return status, ErrorBody(ErrorDetail(message=message, type=_kind_of(status), param=param, code=code))
+
+
+def _kind_of(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
 
 
 def is_unexpected(error: Exception) -> bool:
@@ -69,8 +85,8 @@ def is_unexpected(error: Exception) -> bool:
     return not isinstance(error, ApiError | RequestError | EngineDeadError | HTTPException)
 
 
-def error_response(error: Exception) -> Response:
-    """`error` as a whole HTTP response."""
+def error_response(error: Exception, request: Request) -> Response:
+    """`error` as a whole HTTP response to `request`."""
     status, body = describe(error)
-    headers = error.headers if isinstance(error, HTTPException) else None
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException | ApiError) else None
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

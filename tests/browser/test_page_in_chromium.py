@@ -19,6 +19,7 @@ from fake_engine import FakeEngine, Script
 from served import served, wait_until
 
 from jaxpage.server.app import build_app
+from jaxpage.server_config import ServerConfig
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: ./scripts/test_browser")
 expect = playwright.expect
@@ -53,7 +54,7 @@ def engine() -> FakeEngine:
 def open_page(browser: Any, engine: FakeEngine) -> Iterator[OpenPage]:
     """Opens the page, and fails if anything on it has thrown, was refused by its policy, or asked someone else."""
     faults: list[str] = []
-    with served(build_app(engine, "fake-model")) as url:  # type: ignore[arg-type]
+    with served(build_app(engine, ServerConfig(served_model_name=("fake-model",)))) as url:  # type: ignore[arg-type]
 
         def open_page(*, is_ready: bool = True, **options: Any) -> Any:
             page = browser.new_context(**options).new_page()

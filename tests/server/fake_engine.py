@@ -277,7 +277,7 @@ class FakeStream:
     async def _step(self) -> RequestOutput:
         await asyncio.sleep(self._script.delay)
         while self in self._engine.waiting and len(self._engine.running) >= self._engine.max_num_seqs:
-            await self._pause()
+            await self._pause(1 + len(self._engine.waiting) // 8)
         if self in self._engine.waiting:
             self._engine.waiting.remove(self)
             self._engine.running.append(self)
@@ -305,9 +305,9 @@ class FakeStream:
         entries = [logprobs_of(token_id, wanted) for token_id in self._prompt_ids[1:]]
         return dataclasses.replace(output, prompt_logprobs=[None, *entries])
 
-    async def _pause(self) -> None:
+    async def _pause(self, times: int = 1) -> None:
         self._check_alive()
-        await asyncio.sleep(POLL_SECONDS)
+        await asyncio.sleep(times * POLL_SECONDS)
 
     def _check_alive(self) -> None:
         if self._engine.is_dead:

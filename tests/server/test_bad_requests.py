@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from jaxpage.errors import RequestError
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.server.protocol import ChatRequest, CompletionRequest, decode
-from jaxpage.server.service import MAX_BODY_BYTES
+from jaxpage.server_config import ServerConfig
+
+MAX_BODY_BYTES = ServerConfig().max_request_bytes
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 VALID: dict[str, dict[str, Any]] = {
