@@ -7,12 +7,13 @@ import importlib.metadata
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxpage.errors import EngineDeadError, RequestError
@@ -22,9 +23,13 @@ from jaxpage.server.chat import chat_completions
 from jaxpage.server.completions import completions
 from jaxpage.server.debug import DEBUG_ROUTES
 from jaxpage.server.errors import ApiError, error_response
+from jaxpage.server.messages import count_tokens, create_message
+from jaxpage.server.openapi import Health, Load, ModelCard, ModelList, Version, openapi
 from jaxpage.server.page import page_routes
 from jaxpage.server.request_log import REQUEST_ID_HEADER, RequestLog, record_of
+from jaxpage.server.responses import create_response, delete_response, get_response
 from jaxpage.server.service import Service, service_of
+from jaxpage.server.tokenization import detokenize, tokenize
 from jaxpage.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -45,9 +50,17 @@ def build_app(engine: "AsyncEngine", config: ServerConfig) -> Starlette:
             Route("/v1/models/{model_id:path}", model),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/responses", create_response, methods=["POST"]),
+            Route("/v1/responses/{response_id}", get_response),
+            Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
+            Route("/v1/messages", create_message, methods=["POST"]),
+            Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
             Route("/health", health),
             Route("/ping", health, methods=["GET", "POST"]),
             Route("/load", load),
+            Route("/openapi.json", openapi),
             Route("/version", version),
             Route("/metrics", metrics),
             *(DEBUG_ROUTES if config.enable_debug_routes else ()),
@@ -91,7 +104,7 @@ async def models(request: Request) -> Response:
     """GET /v1/models: the one model under each of its names, once it can be asked."""
     service = service_of(request)
     service.check_available()
-    return JSONResponse({"object": "list", "data": [_model_card(request, name) for name in service.model_names]})
+    return _json(ModelList(data=[_model_card(request, name) for name in service.model_names]))
 
 
 async def model(request: Request) -> Response:
@@ -100,23 +113,23 @@ async def model(request: Request) -> Response:
     service.check_available()
     name = request.path_params["model_id"]
     service.check_model(name)
-    return JSONResponse(_model_card(request, name if name in service.model_names else service.model_name))
+    return _json(_model_card(request, name if name in service.model_names else service.model_name))
 
 
 async def health(request: Request) -> Response:
     """GET /health and /ping: 200 if and only if a request would be served now."""
     service_of(request).check_available()
-    return JSONResponse({"status": "ok"})
+    return _json(Health())
 
 
 async def load(request: Request) -> Response:
     """GET /load: requests that are open, for those who spread load over several servers."""
-    return JSONResponse({"server_load": len(service_of(request).open_generations)})
+    return _json(Load(server_load=len(service_of(request).open_generations)))
 
 
 async def version(request: Request) -> Response:
     """GET /version: jaxpage's."""
-    return JSONResponse({"version": importlib.metadata.version("jaxpage")})
+    return _json(Version(version=importlib.metadata.version("jaxpage")))
 
 
 async def metrics(request: Request) -> Response:
@@ -126,16 +139,15 @@ async def metrics(request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE)
 
 
-def _model_card(request: Request, name: str) -> dict[str, object]:
-    service = service_of(request)
-    return {
-        "id": name,
-        "object": "model",
-        "created": request.app.state.created,
-        "owned_by": "jaxpage",
-        "root": service.engine.model_name,
-        "max_model_len": service.engine.max_model_len,
-    }
+def _model_card(request: Request, name: str) -> ModelCard:
+    engine = service_of(request).engine
+    return ModelCard(
+        id=name, created=request.app.state.created, root=engine.model_name, max_model_len=engine.max_model_len
+    )
+
+
+def _json(answer: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -4,8 +4,8 @@ In: any exception that ends a request. Out: an HTTP status and OpenAI's error ob
 is not jaxpage's own is told to the log, never to the client.
 """
 
-import logging
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -13,8 +13,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import EngineDeadError, RequestError
+from jaxpage.server.request_log import ANTHROPIC_PREFIX, record_of, route_path
 
-logger = logging.getLogger(__name__)
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
@@ -30,6 +38,21 @@ class ErrorBody(msgspec.Struct):
     """OpenAI's error object: the body of every response that is not 2xx, and of an error inside a stream."""
 
     error: ErrorDetail
+
+
+class AnthropicErrorDetail(msgspec.Struct, kw_only=True):
+    """The inside of Anthropic's error object."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, kw_only=True):
+    """Anthropic's error object, and error event."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorDetail
+    request_id: str
 
 
 class ApiError(Exception):
@@ -74,6 +97,14 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
     return status, ErrorBody(ErrorDetail(message=message, type=_kind_of(status), param=param, code=code))
 
 
+def describe_to_anthropic(error: Exception, request_id: str) -> tuple[int, AnthropicError]:
+    """The same for clients of Anthropic's protocol."""
+    status, body = describe(error)
+    kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    detail = AnthropicErrorDetail(type=kind, message=body.error.message)
+    return status, AnthropicError(error=detail, request_id=request_id)
+
+
 def _kind_of(status: int) -> str:
     if status == 429:
         return "rate_limit_error"
@@ -87,6 +118,10 @@ def is_unexpected(error: Exception) -> bool:
 
 def error_response(error: Exception, request: Request) -> Response:
     """`error` as a whole HTTP response to `request`."""
-    status, body = describe(error)
+    body: ErrorBody | AnthropicError
+    if route_path(request.scope).startswith(ANTHROPIC_PREFIX):
+        status, body = describe_to_anthropic(error, record_of(request).request_id)
+    else:
+        status, body = describe(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException | ApiError) else None
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

@@ -86,12 +86,21 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """The fields that completions and chat share. Ranges are `SamplingParams`' and `BeamSearchParams`' business."""
+class ModelRequest(msgspec.Struct, kw_only=True):
+    """What every request that needs the model has."""
 
     neutral: ClassVar[Neutral]
+    """Fields that are not supported, and the values that would change nothing."""
 
     model: str | None = None
+
+    def check(self) -> None:
+        """Raises `RequestError` for values that are wrong only together."""
+
+
+class GenerationRequest(ModelRequest, kw_only=True):
+    """The fields that all requests to generate share. Ranges are `SamplingParams`' and `BeamSearchParams`' business."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Int64 | None = None
@@ -367,7 +376,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-def decode[RequestT: GenerationRequest](body: bytes, request_type: type[RequestT]) -> RequestT:
+def decode[RequestT: ModelRequest](body: bytes, request_type: type[RequestT]) -> RequestT:
     """The typed request in `body`. Raises `RequestError` that names the field at fault, whatever the bytes are."""
     try:
         fields = msgspec.json.decode(body)

@@ -10,13 +10,14 @@ import re
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxpage.server.generation import Generation
+if TYPE_CHECKING:
+    from jaxpage.server.generation import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,8 @@ REQUEST_ID_HEADER = "X-Request-Id"
 UNLOGGED_PATHS = ("/health", "/ping", "/metrics", "/live", "/load", "/version", "/", "/web/")
 """Asked again and again by machines, or by the page; those that end in / as prefixes, but for the page itself."""
 MAX_LOGGED_PATH = 200
+ANTHROPIC_PREFIX = "/v1/messages"
+"""Routes of Anthropic's protocol, which has its own name for the id's header and its own error object."""
 _SCOPE_KEY = "jaxpage.request"
 _ID = re.compile(r"[!-~]{1,128}")
 
@@ -35,7 +38,7 @@ class RequestRecord:
     request_id: str
     """The client's own, if it is printable ASCII of up to 128 characters, or a new one."""
     started: float = field(default_factory=time.perf_counter)
-    generation: Generation | None = None
+    generation: "Generation | None" = None
     """What it generates, if it does."""
 
 
@@ -53,14 +56,16 @@ class RequestLog:
             return
         record = RequestRecord(_request_id(scope))
         scope[_SCOPE_KEY] = record
-        is_logged = self._enabled and not _is_unlogged(route_path(scope))
+        path = route_path(scope)
+        is_logged = self._enabled and not _is_unlogged(path)
+        header = "Request-Id" if path.startswith(ANTHROPIC_PREFIX) else REQUEST_ID_HEADER
         status = 500  # of an exception that passes by here
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = record.request_id
+                MutableHeaders(scope=message)[header] = record.request_id
             await send(message)
 
         try:

@@ -14,7 +14,8 @@ from starlette.requests import Request
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.server.errors import ApiError, shutting_down
 from jaxpage.server.generation import Generation
-from jaxpage.server.protocol import GenerationRequest, decode
+from jaxpage.server.protocol import ModelRequest, decode
+from jaxpage.server.response_store import ResponseStore
 from jaxpage.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ class Service:
     draining: bool = False
     """Set when the server has been told to stop: new requests are refused."""
     open_generations: set[Generation] = field(default_factory=set)
+    response_store: ResponseStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.response_store = ResponseStore(self.config.max_stored_responses)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -121,7 +126,7 @@ def service_of(request: Request) -> Service:
     return service
 
 
-async def read_request[RequestT: GenerationRequest](
+async def read_request[RequestT: ModelRequest](
     http_request: Request, request_type: type[RequestT]
 ) -> tuple[RequestT, bytes]:
     """The checked request in the body, and the body. Raises what keeps it from being served."""

@@ -25,6 +25,18 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
+def named_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a whole stream of a protocol that names them, each under its own type."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for block in filter(None, response.text.split("\n\n")):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
 def ready_engine(**options: Any) -> Any:
     """A fake engine that is ready; to the type checker, whatever a test takes it for."""
     engine = FakeEngine(**options)

@@ -61,6 +61,7 @@ class FakeEngine:
     ) -> None:
         self.model_name = model_name
         self.max_model_len = max_model_len
+        self.vocab_size = VOCAB_SIZE
         self.max_num_seqs = max_num_seqs
         self.bos = bos
         self.load_seconds = load_seconds
@@ -112,6 +113,8 @@ class FakeEngine:
         return "".join(map(self.token_text, token_ids))
 
     def token_text(self, token_id: int) -> str:
+        if 0xD800 <= token_id < 0xE000:
+            return "\ufffd"  # half a character, which no text may hold
         return chr(token_id) if token_id != 1 else ""
 
     async def prepare(self, params: SamplingParams | BeamSearchParams) -> None:
