@@ -4,6 +4,7 @@ In: prompts as token ids, the engine's options, and the form in which a route wo
 or a stream of chunks; both carry the same head.
 """
 
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ class Form:
     """What the route shows of what was generated."""
     count: Callable[[Usage], Usage] = lambda usage: usage
     """What the route counts of it."""
+    num_kept: int | None = None
+    """Choices of each prompt that are answered with: those that are most probable per token; None: all, as they are."""
     of_reply: Callable[[Choice], dict[str, Any]] = lambda choice: {}
     """What the whole answer says of its first choice."""
 
@@ -99,7 +102,11 @@ async def answer(
         return await event_response(http_request, generation, data_frames(chunks))
 
     def reply(outputs: list[tuple[int, CompletionOutput]]) -> msgspec.Struct:
+        if form.num_kept is not None:
+            outputs = _best(outputs, generation.num_choices_of_each, form.num_kept)
         choices = [form.view(choice_of(generation, index, output)) for index, output in outputs]
+        if form.num_kept is not None:
+            choices = [dataclasses.replace(choice, index=place) for place, choice in enumerate(choices)]
         words = [form.choice(choice) for choice in choices]
         return form.reply(**head, choices=words, usage=form.count(generation.usage), **form.of_reply(choices[0]))
 
@@ -139,6 +146,20 @@ def choice_of(generation: Generation, index: int, output: CompletionOutput) -> C
         tokens = ScoredTokens(texts, output.logprobs)
     prompt_logprobs = generation.prompt_logprobs(index)
     return Choice(index, output.text, tokens, output.finish_reason, output.stop_reason, prompt_logprobs)
+
+
+def _best(
+    outputs: list[tuple[int, CompletionOutput]], num_choices: int, num_kept: int
+) -> list[tuple[int, CompletionOutput]]:
+    """Of so many choices of each prompt the best, best first; prompts stay in order."""
+
+    def rank(found: tuple[int, CompletionOutput]) -> tuple[int, float]:
+        index, output = found
+        assert output.cumulative_logprob is not None, "log-probabilities were asked for"
+        return index // num_choices, -output.cumulative_logprob / max(len(output.token_ids), 1)
+
+    ranked = sorted(outputs, key=rank)
+    return [one for place, one in enumerate(ranked) if place % num_choices < num_kept]
 
 
 async def _chunks(

@@ -55,6 +55,11 @@ class Generation:
         self._pumps = [asyncio.create_task(self._pump(index, stream)) for index, stream in enumerate(streams)]
 
     @property
+    def num_choices_of_each(self) -> int:
+        """Of each prompt."""
+        return self._n
+
+    @property
     def num_choices(self) -> int:
         """Of all prompts."""
         return len(self._streams) * self._n

@@ -334,7 +334,8 @@ class FakeStream:
         logprobs = None
         if (wanted := self._params.logprobs) is not None:
             logprobs = [logprobs_of(token_id, wanted) for token_id in token_ids]
-        return CompletionOutput(index, text, token_ids, finish_reason, stop_reason, logprobs=logprobs)
+        cumulative = None if logprobs is None else -float(len(token_ids) * (index % 3))
+        return CompletionOutput(index, text, token_ids, finish_reason, stop_reason, cumulative, logprobs)
 
 
 def logprobs_of(token_id: int, wanted: int) -> dict[int, Logprob]:

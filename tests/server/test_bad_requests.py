@@ -145,7 +145,7 @@ def test_a11_missing_and_misshapen_fields_are_named(
             ]
         ],
         (COMPLETIONS, "suffix", "end"),
-        (COMPLETIONS, "best_of", 2),
+        (COMPLETIONS, "best_of", 0),
         (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}]), (CHAT, "tools", {}),
         (CHAT, "tool_choice", "required"),
         (CHAT, "tool_choice", {"type": "function", "function": {"name": "f"}}), (CHAT, "echo", True),
