@@ -15,6 +15,7 @@ from jaxpage.server.messages_protocol import (
     BlockDelta,
     BlockStart,
     BlockStop,
+    CountTokensRequest,
     Message,
     MessageDelta,
     MessageEvent,
@@ -37,8 +38,7 @@ async def create_message(http_request: Request) -> Response:
     """POST /v1/messages: whole or, with `stream`, as events."""
     request, body = await read_request(http_request, MessagesRequest)
     service = service_of(http_request)
-    max_tokens = request.checked_max_tokens()
-    params = request.engine_params(max_tokens, service.engine.max_model_len)
+    params = request.engine_params(request.max_tokens, service.engine.max_model_len)
     token_ids = await encode(body, lambda: service.engine.encode_chat(request.conversation()))
     generation = await start(http_request, request, [token_ids], params, "msg")
     request_id = record_of(http_request).request_id
@@ -52,13 +52,13 @@ async def create_message(http_request: Request) -> Response:
     )
     if request.stream:
         last_after = functools.partial(_error_event, request_id)
-        frames = named_frames(_events(generation, head, max_tokens), last_after)
+        frames = named_frames(_events(generation, head, request.max_tokens), last_after)
         return await event_response(http_request, generation, frames)
 
     def reply(outputs: list[tuple[int, CompletionOutput]]) -> msgspec.Struct:
         [(index, output)] = outputs
         choice, usage = choice_of(generation, index, output), _usage(generation)
-        stop = _stop(choice, usage, max_tokens)
+        stop = _stop(choice, usage, request.max_tokens)
         return msgspec.structs.replace(
             head,
             content=[TextBlock(text=choice.text)],
@@ -72,7 +72,7 @@ async def create_message(http_request: Request) -> Response:
 
 async def count_tokens(http_request: Request) -> Response:
     """POST /v1/messages/count_tokens: what the same conversation would have as input tokens."""
-    request, body = await read_request(http_request, MessagesRequest)
+    request, body = await read_request(http_request, CountTokensRequest)
     engine = service_of(http_request).engine
     token_ids = await encode(body, lambda: engine.encode_chat(request.conversation()))
     return Response(msgspec.json.encode(TokenCount(input_tokens=len(token_ids))), media_type="application/json")

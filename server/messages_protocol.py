@@ -10,14 +10,14 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from jaxpage.errors import RequestError
-from jaxpage.server.protocol import GenerationRequest, Neutral
+from jaxpage.server.protocol import GenerationRequest, Int64, Neutral
 
 _THOUGHTS = ("thinking", "redacted_thinking")
 """Blocks of the model's own thinking, which it is not shown again."""
 
 
-class MessagesRequest(GenerationRequest, kw_only=True):
-    """Body of POST /v1/messages. Options of sampling that Anthropic's protocol lacks are those of chat."""
+class CountTokensRequest(GenerationRequest, kw_only=True):
+    """Body of POST /v1/messages/count_tokens: that of /v1/messages, where what is generated does not matter."""
 
     neutral: ClassVar[Neutral] = {
         "container": (),
@@ -57,18 +57,22 @@ class MessagesRequest(GenerationRequest, kw_only=True):
                 "messages",
             )
 
-    def checked_max_tokens(self) -> int:
-        """The cap on generated tokens, which the protocol demands."""
-        if self.max_tokens is None:
-            raise RequestError("max_tokens is missing: this protocol needs it", "max_tokens")
-        if self.max_tokens < 1:
-            raise RequestError(f"max_tokens is {self.max_tokens}: it must be at least 1", "max_tokens")
-        return self.max_tokens
-
     def conversation(self) -> list[dict[str, Any]]:
         """System prompt and messages for the chat template. Raises `RequestError` naming one that is not only text."""
         system = [] if not self.system else [{"role": "system", "content": _content(self.system, "system")}]
         return [*system, *(_message(message, f"messages[{i}]") for i, message in enumerate(self.messages))]
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """Body of POST /v1/messages. Options of sampling that Anthropic's protocol lacks are those of chat."""
+
+    max_tokens: Int64
+
+    def check(self) -> None:
+        """As for counting; the protocol wants a cap on what is generated."""
+        super().check()
+        if self.max_tokens < 1:
+            raise RequestError(f"max_tokens is {self.max_tokens}: it must be at least 1", "max_tokens")
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:

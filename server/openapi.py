@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from jaxpage.server import messages_protocol, responses_protocol
 from jaxpage.server.errors import AnthropicError, ErrorBody
-from jaxpage.server.protocol import ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionRequest
+from jaxpage.server.protocol import ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionRequest, ModelRequest
 from jaxpage.server.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
 
 _REF = "#/components/schemas/{name}"
@@ -110,7 +110,7 @@ class Operation:
     summary: str
     answer: Any
     """Type of a whole answer."""
-    body: type | None = None
+    body: type[ModelRequest] | None = None
     event: Any = None
     """Type of a stream's events, or a union of types, where there are streams."""
     error: type = ErrorBody
@@ -143,7 +143,7 @@ OPERATIONS = (
         "/v1/messages/count_tokens",
         "Count what a conversation would take",
         messages_protocol.TokenCount,
-        messages_protocol.MessagesRequest,
+        messages_protocol.CountTokensRequest,
         error=AnthropicError,
     ),
     Operation("get", "/v1/models", "The model under its names", ModelList),
@@ -170,9 +170,12 @@ def document() -> dict[str, Any]:
     types = list(dict.fromkeys(found for one in OPERATIONS for found in _types_of(one)))
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     schema_of = dict(zip(types, schemas, strict=True))
-    for name in (one.body.__name__ for one in OPERATIONS if one.body is not None):
-        for field, hint in _HINTS.items():
-            _narrow(components[name]["properties"].get(field, {}), hint)
+    for body in {one.body for one in OPERATIONS if one.body is not None}:
+        properties = components[body.__name__]["properties"]
+        for field in body.neutral.keys() & properties.keys():  # inherited, and refused
+            del properties[field]
+        for field in _HINTS.keys() & properties.keys():
+            _narrow(properties[field], _HINTS[field])
     paths: dict[str, dict[str, Any]] = {}
     for one in OPERATIONS:
         paths.setdefault(one.path, {})[one.method] = _operation(one, schema_of)

@@ -347,6 +347,7 @@ def logprobs_of(token_id: int, wanted: int) -> dict[int, Logprob]:
 def _content_text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+    parts = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
         raise RequestError("messages has a part that is not text: this model reads text only", "messages")
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(str(part.get("text")) for part in parts)

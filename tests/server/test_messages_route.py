@@ -98,7 +98,7 @@ def test_a_stream_that_fails_ends_with_an_error_event(client: httpx.Client, engi
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"max_tokens": None}, "max_tokens is missing"),
+        ({"max_tokens": None}, "at `$.max_tokens`"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "A"}]}, "messages ends with"),
