@@ -5,6 +5,7 @@ line, as all servers of OpenAI's protocol send them.
 """
 
 import asyncio
+import itertools
 import json
 import time
 import urllib.parse
@@ -47,7 +48,7 @@ class Answer:
     @property
     def gaps(self) -> list[float]:
         """Seconds between two pieces."""
-        return [late - early for early, late in zip(self.token_times, self.token_times[1:], strict=False)]
+        return [late - early for early, late in itertools.pairwise(self.token_times)]
 
 
 async def stream_completion(url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Answer:

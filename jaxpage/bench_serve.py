@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--percentile-metrics", default="ttft,tpot,itl", metavar="M,...", help="of ttft,tpot,itl,e2el (%(default)s)")
     add("--metric-percentiles", default="99", metavar="P,...", help="percentiles to report (%(default)s)")
     add("--goodput", nargs="+", default=[], metavar="M:MS", help="bounds that a good request keeps, such as ttft:500")
-    add("--seed", type=int, default=0, metavar="S", help="of prompts and arrivals (%(default)s)")
+    add("--seed", type=int, default=0, metavar="S", help="of prompts, arrivals and engine (%(default)s)")
     add("--json", action="store_true", help="print one JSON object")
 
 

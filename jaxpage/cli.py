@@ -6,9 +6,10 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxpage import bench_serve
 from jaxpage.bench import BENCHES
 from jaxpage.config import EngineConfig, flag
 from jaxpage.errors import JaxpageError
@@ -92,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
         one.set_defaults(milliseconds=tuple(it.milliseconds))
         one.add_argument("--json", action="store_true", help="print one JSON object")
         add_fields(one.add_argument_group("engine"), EngineConfig)
+    serve_bench = _command(benches, "serve", _bench_serve, "what clients of a server see, and what it costs the server")
+    bench_serve.add_arguments(serve_bench)
+    engine = serve_bench.add_argument_group("engine, where the bench starts the server")
+    add_fields(engine, EngineConfig, skip=("seed",))
     return parser
 
 
@@ -175,12 +180,21 @@ def _bench(args: argparse.Namespace) -> int:
         repeat=args.repeat,
         **milliseconds,
     )
-    if args.json:
+    _print_result(result, as_json=args.json)
+    return 0
+
+
+def _bench_serve(args: argparse.Namespace) -> int:
+    _print_result(bench_serve.run(args, _options(args)), as_json=args.json)
+    return 0
+
+
+def _print_result(result: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
         print(json.dumps(result))
     else:
         for name, value in result.items():
             print(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value}")
-    return 0
 
 
 def _flag(name: str) -> str:
