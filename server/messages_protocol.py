@@ -11,6 +11,7 @@ import msgspec
 
 from jaxpage.errors import RequestError
 from jaxpage.server.protocol import GenerationRequest, Int64, Neutral
+from jaxpage.server.structure import Structure, structure_of_format
 
 _THOUGHTS = ("thinking", "redacted_thinking")
 """Blocks of the model's own thinking, which it is not shown again."""
@@ -25,7 +26,6 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
         "logprobs": (),
         "mcp_servers": ([],),
         "n": (1,),
-        "output_config": ({},),
         "output_format": (),
         "prompt_logprobs": (),
         "stop": (),
@@ -37,8 +37,13 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
     }
 
     messages: list[dict[str, Any]]
+    output_config: dict[str, Any] | None = None
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
+
+    @property
+    def structure(self) -> Structure | None:
+        return structure_of_format("output_config", (self.output_config or {}).get("format"), super().structure)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -48,6 +53,8 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
         """As for all requests; the conversation must end with somebody else than the model."""
         super().check()
         self.stop = self.stop_sequences
+        if unknown := sorted(name for name, value in (self.output_config or {}).items() if value and name != "format"):
+            raise RequestError(f"output_config.{unknown[0]} is not supported: leave it out", "output_config")
         if not self.messages:
             raise RequestError("messages is empty: a conversation needs at least one", "messages")
         if self.messages[-1].get("role") == "assistant":

@@ -206,6 +206,7 @@ class _Turn:
             previous_response_id=request.previous_response_id,
             store=request.store is not False,
             temperature=_DEFAULT_TEMPERATURE if request.temperature is None else request.temperature,
+            text={"format": {"type": "text"}, **(request.text or {})},
             top_logprobs=request.top_logprobs or 0,
             top_p=_DEFAULT_TOP_P if request.top_p is None else request.top_p,
             **fields,

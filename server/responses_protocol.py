@@ -11,6 +11,7 @@ import msgspec
 
 from jaxpage.errors import RequestError
 from jaxpage.server.protocol import GenerationRequest, Int64, Neutral, PromptTokensDetails
+from jaxpage.server.structure import Structure, structure_of_format
 
 LOGPROBS = "message.output_text.logprobs"
 """The one value of `include` that has an effect."""
@@ -32,7 +33,6 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         "prompt": (),
         "prompt_logprobs": (),
         "reasoning": ({}, {"effort": "none"}, {"effort": None}, {"effort": None, "summary": None}),
-        "text": ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
         "tool_choice": ("none", "auto"),
         "tools": ([],),
         "truncation": ("disabled",),
@@ -46,7 +46,12 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     metadata: dict[str, str] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
+    text: dict[str, Any] | None = None
     top_logprobs: Int64 | None = None
+
+    @property
+    def structure(self) -> Structure | None:
+        return structure_of_format("text", (self.text or {}).get("format"), super().structure)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -63,6 +68,8 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         super().check()
         if unknown := sorted(set(self.include or ()) - {LOGPROBS, "reasoning.encrypted_content"}):
             raise RequestError(f"include holds {unknown[0]!r}: only {LOGPROBS!r} is supported", "include")
+        if (verbosity := (self.text or {}).get("verbosity")) not in (None, "medium"):
+            raise RequestError(f"text.verbosity is {verbosity!r}, and it is not supported: leave it out", "text")
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             raise RequestError(
                 f"max_output_tokens is {self.max_output_tokens}: it must be at least 1, or left out for the rest of "
@@ -167,18 +174,6 @@ class ResponseError(msgspec.Struct, kw_only=True):
     message: str
 
 
-class TextFormat(msgspec.Struct, kw_only=True):
-    """The form of the output."""
-
-    type: Literal["text"] = "text"
-
-
-class TextOptions(msgspec.Struct, kw_only=True):
-    """What the output is like."""
-
-    format: TextFormat = msgspec.field(default_factory=TextFormat)
-
-
 class ReasoningOptions(msgspec.Struct, kw_only=True):
     """How much the model thinks."""
 
@@ -207,7 +202,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     reasoning: ReasoningOptions = msgspec.field(default_factory=ReasoningOptions)
     store: bool
     temperature: float
-    text: TextOptions = msgspec.field(default_factory=TextOptions)
+    text: dict[str, Any]
     tool_choice: Literal["auto"] = "auto"
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     top_logprobs: int

@@ -1,5 +1,6 @@
 """/v1/messages: Anthropic's protocol, whole, streamed, counted, and its errors."""
 
+import json
 from typing import Any
 
 import httpx
@@ -70,6 +71,14 @@ def test_blocks_of_text_are_a_conversation_and_thoughts_are_left_out(client: htt
     assert counted.json() == {"input_tokens": expected}
 
 
+def test_a_schema_for_the_text_reaches_the_engine(client: httpx.Client, engine: FakeEngine) -> None:
+    schema = {"type": "object"}
+    create(client, output_config={"format": {"type": "json_schema", "schema": schema}})
+    asked = engine.seen_params[-1].structured_outputs  # type: ignore[union-attr]
+    assert asked is not None
+    assert json.loads(str(asked.json)) == schema
+
+
 def test_a_stream_opens_grows_and_closes_in_order(client: httpx.Client) -> None:
     events = named_events(client.post(URL, json={"max_tokens": 50, "messages": HELLO, "stream": True}))
     kinds = [event["type"] for event in events]
@@ -110,6 +119,8 @@ def test_a_stream_that_fails_ends_with_an_error_event(client: httpx.Client, engi
         ({"tools": [{"name": "f", "input_schema": {}}]}, "tools is not supported"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
         ({"stop": ["x"]}, "stop is not supported"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is missing"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort is not supported"),
         ({"temperature": 3}, "temperature is 3"),
         ({"messages": [{"role": "user", "content": "x" * 100}]}, "max_model_len is 64"),
     ],

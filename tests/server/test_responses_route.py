@@ -176,7 +176,11 @@ def test_log_probabilities_come_where_they_are_included(client: httpx.Client) ->
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "conversation": "c"}, "conversation"),
-        ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text"),
+        ({"input": "x", "text": {"format": {"type": "banana"}}}, "text"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text"),
+        ({"input": "x", "text": {"format": "json"}}, "text"),
+        ({"input": "x", "text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "text"),
+        ({"input": "x", "text": {"verbosity": "low"}}, "text"),
         ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": "x", "n": 2}, "n"),
         ({"input": "x", "max_tokens": 2}, "max_tokens"),
@@ -215,6 +219,17 @@ def test_what_changes_nothing_is_taken(client: httpx.Client, fields: dict[str, A
 
 def test_sampling_options_of_chat_are_taken(client: httpx.Client) -> None:
     assert text_of(create(client, input="x", seed=7, top_k=3, ignore_eos=True)) == f"7:{TEXT}"
+
+
+def test_the_texts_format_reaches_the_engine_and_is_told(client: httpx.Client, engine: FakeEngine) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    text = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
+    assert create(client, input="x", text=text)["text"] == text
+    asked = engine.seen_params[-1].structured_outputs  # type: ignore[union-attr]
+    assert asked is not None
+    assert json.loads(str(asked.json)) == schema
+    assert create(client, input="x", text={"format": {"type": "text"}})["text"] == {"format": {"type": "text"}}
+    assert engine.seen_params[-1].structured_outputs is None  # type: ignore[union-attr]
 
 
 def test_before_the_engine_is_ready_there_is_no_response() -> None:
