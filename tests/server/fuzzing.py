@@ -31,7 +31,7 @@ CHECKS = [
 GUARD_SECONDS = 60.0
 NUM_OPTIONS = 4
 """Fields that a request may have besides those it must have: with more, hardly one would be right in all of them."""
-NUM_EXAMPLES = 5
+NUM_EXAMPLES = 14
 """Requests with the same choice of fields."""
 
 
@@ -79,8 +79,22 @@ def _with_few_options(document: dict[str, Any], rng: random.Random) -> dict[str,
             others = sorted(schema["properties"].keys() - {*needed, "model"})
             kept = {*needed, *rng.sample(others, min(NUM_OPTIONS, len(others)))}
             schema["properties"] = {field: schema["properties"][field] for field in kept}
-            schema["additionalProperties"] = False
+            _make_small(schema)
     return chosen
+
+
+def _make_small(schema: Any) -> None:
+    """Keep what is made up from `schema` short: what is long takes long to make up, and is refused as too long."""
+    if isinstance(schema, list):
+        for one in schema:
+            _make_small(one)
+    elif isinstance(schema, dict):
+        limits = {"array": {"maxItems": 3}, "string": {"maxLength": 12}, "object": {"maxProperties": 6}}
+        schema.update(limits.get(schema.get("type"), {}) if isinstance(schema.get("type"), str) else {})
+        if "properties" in schema:
+            schema["additionalProperties"] = False
+        for value in schema.values():
+            _make_small(value)
 
 
 if __name__ == "__main__":

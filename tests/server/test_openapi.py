@@ -13,7 +13,7 @@ from jaxpage.server.openapi import document
 from jaxpage.server_config import ServerConfig
 
 NOT_OF_THE_API = {"/metrics", "/openapi.json", "/", "/live"}
-NUM_REQUESTS = int(os.environ.get("JAXPAGE_FUZZ_REQUESTS", "200"))
+NUM_REQUESTS = int(os.environ.get("JAXPAGE_FUZZ_REQUESTS", "300"))
 
 
 def test_every_route_is_in_the_document_and_nothing_else() -> None:
