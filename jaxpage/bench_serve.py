@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxpage.bench_client import Answer, stream_completion
+from jaxpage.config import flag
 from jaxpage.errors import ConfigError
 
 Result = dict[str, float | int | str | None]
@@ -151,10 +152,7 @@ def api_cpu_seconds(base_url: str) -> float | None:
 @contextlib.contextmanager
 def own_server(options: dict[str, Any]) -> Iterator[str]:
     """The URL of a server that runs meanwhile. Raises `ConfigError` with its last words if it does not start."""
-    flags = [
-        f"--{'no-' * (value is False)}{name.replace('_', '-')}" + ("" if isinstance(value, bool) else f"={value}")
-        for name, value in options.items()
-    ]
+    flags = [_given(name, value) for name, value in options.items()]
     command = [sys.executable, "-m", "jaxpage", "serve", "--port=0", "--no-log-requests", *flags]
     lines: list[str] = []
     told = threading.Event()
@@ -179,6 +177,13 @@ def own_server(options: dict[str, Any]) -> Iterator[str]:
             process.terminate()
             process.wait()
             reader.join()
+
+
+def _given(name: str, value: Any) -> str:
+    """An option with its value as one argument of the command line."""
+    if isinstance(value, bool):
+        return flag(name) if value else f"--no-{flag(name)[2:]}"
+    return f"{flag(name)}={','.join(value) if isinstance(value, tuple) else value}"
 
 
 def _sized(engine_options: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -219,10 +224,10 @@ def _bounds(goodput: Sequence[str]) -> dict[str, float]:
 def _check(args: argparse.Namespace) -> None:
     for name in ("num_prompts", "random_input_len", "random_output_len", "vocab_size", "max_concurrency"):
         if (value := getattr(args, name)) is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+            raise ConfigError(f"{flag(name)} is {value}: it must be at least 1")
     for name in ("request_rate", "burstiness"):
         if not getattr(args, name) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be more than 0")
+            raise ConfigError(f"{flag(name)} is {getattr(args, name)}: it must be more than 0")
     _bounds(args.goodput)
     for name in args.percentile_metrics.split(","):
         if name not in METRICS:

@@ -197,10 +197,6 @@ def _print_result(result: Mapping[str, Any], *, as_json: bool) -> None:
             print(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value}")
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine options that were given."""
     names = {field.name for field in dataclasses.fields(EngineConfig)}

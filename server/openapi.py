@@ -208,10 +208,20 @@ def _events_of(one: Operation) -> tuple[Any, ...]:
     return () if one.event is None else typing.get_args(one.event) or (one.event,)
 
 
+def _event(schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One server-sent event, whose data is JSON of one of these schemas, or says that the stream ends."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": schemas}}
+    return {
+        "type": "object",
+        "required": ["data"],
+        "properties": {"event": {"type": "string"}, "data": {"anyOf": [{"const": "[DONE]"}, data]}},
+    }
+
+
 def _operation(one: Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     contents: dict[str, Any] = {"application/json": {"schema": schema_of[one.answer]}}
     if events := _events_of(one):
-        contents["text/event-stream"] = {"schema": {"anyOf": [schema_of[event] for event in events]}}
+        contents["text/event-stream"] = {"schema": _event([schema_of[event] for event in [*events, one.error]])}
     found: dict[str, Any] = {
         "summary": one.summary,
         "responses": {

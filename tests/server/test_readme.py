@@ -55,7 +55,7 @@ def test_the_config_files_example_holds_only_options(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(example)
     options = read_config_file(str(file), (EngineConfig, ServerConfig))
-    assert options["served_model_name"] == ["smollm2-135m", "gpt-3.5-turbo"]
+    assert options["served_model_name"] == ("smollm2-135m", "gpt-3.5-turbo")
 
 
 def test_every_option_of_the_server_that_is_told_exists() -> None:

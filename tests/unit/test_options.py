@@ -30,6 +30,7 @@ def read(tmp_path: Path, text: str) -> dict[str, Any]:
     [
         ["--served-model-name", "a", "--served-model-name", "b", "--served-model-name=c"],
         ["--served-model-name", "a, b,c"],
+        ["--served-model-name", "a", "b", "c"],
         ["--served-model-name", '["a", "b"]', "--served-model-name", "c"],
     ],
 )
@@ -55,7 +56,7 @@ def test_a_file_holds_options_by_name_with_dashes_or_underscores(tmp_path: Path)
     assert read(tmp_path, text) == {
         "port": 9000,
         "max_num_seqs": 4,
-        "served_model_name": ["a", "b"],
+        "served_model_name": ("a", "b"),
         "shutdown_timeout": 3.0,
         "web_page": False,
         "model": "m",
