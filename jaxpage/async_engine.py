@@ -130,6 +130,16 @@ class AsyncEngine:
         """Most tokens of a request, prompt and output; known once ready."""
         return self._serving().max_model_len
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences that run at once; known once ready."""
+        return self._serving().max_num_seqs
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it; known once ready."""
+        return self._serving().vocab_size
+
     async def start(self) -> None:
         """Launch the engine process and load the tokenizer meanwhile. Raises `ModelLoadError` for a bad tokenizer."""
         self._process = EngineProcess(
@@ -173,11 +183,17 @@ class AsyncEngine:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a chat by the model's template. Raises `RequestError` naming a bad message."""
         assert self._tokenizer is not None, "start() comes first"
-        return self._tokenizer.encode_chat(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        return self._tokenizer.encode_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
     @property
     def chat_templates(self) -> ChatTemplates:

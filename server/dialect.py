@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from jaxpage.config import AUTO
 from jaxpage.server.reasoning import REASONING_FORMATS, ReasoningFormat
 from jaxpage.server.tools import TOOL_FORMATS, ToolFormat
+from jaxpage.server_config import AUTO, ServerConfig
 
 if TYPE_CHECKING:
     from jaxpage.async_engine import AsyncEngine
@@ -20,15 +20,6 @@ logger = logging.getLogger(__name__)
 
 FALLBACK = TOOL_FORMATS["json"]
 """Of forced calls, where nothing tells how the model writes them."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """The server's options for chats; `ServerConfig` says what they mean."""
-
-    enable_auto_tool_choice: bool = True
-    tool_call_parser: str = AUTO
-    reasoning_parser: str = AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +45,7 @@ class Dialect:
         return [mark for mark in marks if mark in self.special_token_ids]
 
 
-def dialect_of(engine: "AsyncEngine", options: ChatOptions) -> Dialect:
+def dialect_of(engine: "AsyncEngine", options: ServerConfig) -> Dialect:
     """The dialect of the engine's model. Logs what is chosen, and why."""
     templates = engine.chat_templates
     by_template = _tool_format_of(templates.source(with_tools=True), templates.takes_tools)

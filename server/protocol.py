@@ -32,7 +32,6 @@ NEUTRAL: Neutral = {
 }
 _COMPLETION_NEUTRAL: Neutral = {
     **NEUTRAL,
-    "best_of": (1,),
     "prompt_embeds": (),
     "suffix": ("",),
 }
@@ -68,12 +67,21 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """The fields that completions and chat share. Ranges are `SamplingParams`' and `BeamSearchParams`' business."""
+class ModelRequest(msgspec.Struct, kw_only=True):
+    """What every request that needs the model has."""
 
     neutral: ClassVar[Neutral]
+    """Fields that are not supported, and the values that would change nothing."""
 
     model: str | None = None
+
+    def check(self) -> None:
+        """Raises `RequestError` for values that are wrong only together."""
+
+
+class GenerationRequest(ModelRequest, kw_only=True):
+    """The fields that all requests to generate share. Ranges are `SamplingParams`' and `BeamSearchParams`' business."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Int64 | None = None
@@ -205,6 +213,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     neutral: ClassVar[Neutral] = _COMPLETION_NEUTRAL
 
     prompt: str | list[str | Int64 | list[Int64]]
+    best_of: Int64 | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
 
@@ -226,6 +235,30 @@ class CompletionRequest(GenerationRequest, kw_only=True):
                 "prompt_logprobs",
             )
         return self.num_logprobs
+
+    @property
+    def num_generated(self) -> int:
+        """Choices that are generated of each prompt, of which the best `n` are kept."""
+        return self.best_of or self.n or 1
+
+    def check(self) -> None:
+        """As for all requests; what is ranked at the end can be neither fewer than `n` nor streamed."""
+        super().check()
+        if self.best_of is None:
+            return
+        if self.best_of < (n := self.n or 1):
+            raise RequestError(f"best_of is {self.best_of}, and n is {n}: it must be at least as much", "best_of")
+        if self.best_of > n and (self.stream or self.use_beam_search):
+            other = "a stream" if self.stream else "a beam search"
+            raise RequestError(f"best_of is {self.best_of}, and {other} has no choices to leave out", "best_of")
+
+    def engine_params(self, max_tokens: int | None, max_model_len: int) -> SamplingParams | BeamSearchParams:
+        """As for all requests, with as many choices, and what they are ranked by, as `best_of` needs."""
+        params = super().engine_params(max_tokens, max_model_len)
+        if isinstance(params, BeamSearchParams) or self.num_generated == params.n:
+            return params
+        options = {"n": self.num_generated, "logprobs": params.logprobs or 0}
+        return SamplingParams(**{name: getattr(params, name) for name in params.__struct_fields__} | options)
 
     @property
     def only_echo(self) -> bool:
@@ -271,7 +304,7 @@ class Completion(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-def decode[RequestT: GenerationRequest](body: bytes, request_type: type[RequestT]) -> RequestT:
+def decode[RequestT: ModelRequest](body: bytes, request_type: type[RequestT]) -> RequestT:
     """The typed request in `body`. Raises `RequestError` that names the field at fault, whatever the bytes are."""
     try:
         fields = msgspec.json.decode(body)

@@ -33,6 +33,26 @@ def structure_of(fields: Mapping[str, Any]) -> Structure | None:
     return found[0] if found else None
 
 
+def structure_of_format(field: str, found: Any, other: Structure | None) -> Structure | None:
+    """What the `format` in a field of the newer protocols asks for, where a schema stands beside its type.
+
+    other: what the request's other fields ask for.
+    """
+    if found is None:
+        return other
+    if not isinstance(found, Mapping):
+        raise RequestError(f"{field}.format is {found!r}: it must be an object with a type", field)
+    flat = found.get("type") == "json_schema"
+    try:
+        params = _of_response_format({**found, "json_schema": found} if flat else found)
+    except RequestError as error:
+        name = "response_format.json_schema" if flat else "response_format"
+        raise RequestError(str(error).replace(name, f"{field}.format"), field) from None
+    if params is not None and other is not None:
+        raise RequestError(f"{field} and {other.field} each say what the text must be: give one of them", field)
+    return other if params is None else Structure(field, params)
+
+
 def _read(field: str, value: Any) -> StructuredOutputsParams | None:
     try:
         match field:

@@ -6,7 +6,7 @@ from conftest import asgi, events
 from fake_engine import FakeEngine, Script
 
 from jaxpage.server.app import build_app
-from jaxpage.server.dialect import ChatOptions
+from jaxpage.server_config import ServerConfig
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -51,9 +51,9 @@ def engine(text: str, *, chat_template: str = QWEN3, **options: Any) -> FakeEngi
     return made
 
 
-def ask(one: FakeEngine, options: ChatOptions | None = None, **fields: Any) -> Any:
+def ask(one: FakeEngine, options: ServerConfig | None = None, **fields: Any) -> Any:
     """The response to a chat."""
-    app = build_app(one, one.model_name, chat_options=options)  # type: ignore[arg-type]
+    app = build_app(one, options or ServerConfig())  # type: ignore[arg-type]
     return asgi(one, "POST", CHAT, app=app, json={"messages": HELLO, **fields})
 
 
@@ -103,7 +103,7 @@ def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
     return choice
 
 
-def both(one: FakeEngine, options: ChatOptions | None = None, **fields: Any) -> dict[str, Any]:
+def both(one: FakeEngine, options: ServerConfig | None = None, **fields: Any) -> dict[str, Any]:
     """The one choice of an answer, which is the same whole and streamed; ids are left out."""
     [whole] = ask(one, options, **fields).json()["choices"]
     stream = streamed(ask(one, options, stream=True, **fields))

@@ -64,6 +64,7 @@ class FakeEngine:
     ) -> None:
         self.model_name = model_name
         self.max_model_len = max_model_len
+        self.vocab_size = VOCAB_SIZE
         self.max_num_seqs = max_num_seqs
         self.bos = bos
         self.load_seconds = load_seconds
@@ -117,6 +118,8 @@ class FakeEngine:
         return "".join(map(self.token_text, token_ids))
 
     def token_text(self, token_id: int) -> str:
+        if 0xD800 <= token_id < 0xE000:
+            return "\ufffd"  # half a character, which no text may hold
         return chr(token_id) if token_id != 1 else ""
 
     async def prepare(self, params: SamplingParams | BeamSearchParams) -> None:
@@ -128,11 +131,14 @@ class FakeEngine:
         messages: list[dict[str, Any]],
         *,
         tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
         kwargs = chat_template_kwargs or {}
         check_variables(kwargs)
-        self.seen_template_kwargs.append(kwargs)
+        self.seen_template_kwargs.append(
+            kwargs if add_generation_prompt else {**kwargs, "add_generation_prompt": False}
+        )
         return self.encode(self.chat_templates.render(messages, tools, kwargs), add_special_tokens=False)
 
     @property
@@ -286,7 +292,7 @@ class FakeStream:
     async def _step(self) -> RequestOutput:
         await asyncio.sleep(self._script.delay)
         while self in self._engine.waiting and len(self._engine.running) >= self._engine.max_num_seqs:
-            await self._pause()
+            await self._pause(1 + len(self._engine.waiting) // 8)
         if self in self._engine.waiting:
             self._engine.waiting.remove(self)
             self._engine.running.append(self)
@@ -314,9 +320,9 @@ class FakeStream:
         entries = [logprobs_of(token_id, wanted) for token_id in self._prompt_ids[1:]]
         return dataclasses.replace(output, prompt_logprobs=[None, *entries])
 
-    async def _pause(self) -> None:
+    async def _pause(self, times: int = 1) -> None:
         self._check_alive()
-        await asyncio.sleep(POLL_SECONDS)
+        await asyncio.sleep(times * POLL_SECONDS)
 
     def _check_alive(self) -> None:
         if self._engine.is_dead:
@@ -340,7 +346,8 @@ class FakeStream:
         logprobs = None
         if (wanted := self._params.logprobs) is not None:
             logprobs = [logprobs_of(token_id, wanted) for token_id in token_ids]
-        return CompletionOutput(index, text, token_ids, finish_reason, stop_reason, logprobs=logprobs)
+        cumulative = None if logprobs is None else -float(len(token_ids) * (index % 3))
+        return CompletionOutput(index, text, token_ids, finish_reason, stop_reason, cumulative, logprobs)
 
 
 def logprobs_of(token_id: int, wanted: int) -> dict[int, Logprob]:

@@ -13,7 +13,9 @@ from jaxpage.errors import RequestError
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.server.chat_protocol import ChatRequest
 from jaxpage.server.protocol import CompletionRequest, decode
-from jaxpage.server.service import MAX_BODY_BYTES
+from jaxpage.server_config import ServerConfig
+
+MAX_BODY_BYTES = ServerConfig().max_request_bytes
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 VALID: dict[str, dict[str, Any]] = {
@@ -143,7 +145,7 @@ def test_a11_missing_and_misshapen_fields_are_named(
             ]
         ],
         (COMPLETIONS, "suffix", "end"),
-        (COMPLETIONS, "best_of", 2),
+        (COMPLETIONS, "best_of", 0),
         (CHAT, "tools", {}),
         (CHAT, "tool_choice", "required"),
         (CHAT, "tool_choice", {"type": "function", "function": {"name": "f"}}), (CHAT, "echo", True),

@@ -12,7 +12,7 @@ from served import GUARD_SECONDS, served
 
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.server.app import build_app
-from jaxpage.server.dialect import ChatOptions
+from jaxpage.server_config import ServerConfig
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 WEATHER = {"name": "get_weather", "arguments": '{"city": "Köln"}'}
@@ -111,9 +111,9 @@ def test_with_choice_none_the_model_is_told_of_no_tools_and_its_text_is_content(
 
 
 def test_a_server_that_reads_no_free_calls_gives_them_as_content() -> None:
-    choice = both(engine(CALL), ChatOptions(enable_auto_tool_choice=False), tools=TOOLS)
+    choice = both(engine(CALL), ServerConfig(enable_auto_tool_choice=False), tools=TOOLS)
     assert choice["message"]["content"] == CALL
-    forced = both(engine(CALL), ChatOptions(enable_auto_tool_choice=False), tools=TOOLS, tool_choice="required")
+    forced = both(engine(CALL), ServerConfig(enable_auto_tool_choice=False), tools=TOOLS, tool_choice="required")
     assert functions(forced) == [WEATHER]
 
 
@@ -158,7 +158,7 @@ def test_a_template_that_takes_tools_in_an_unknown_way_leaves_free_calls_in_the_
 
 def test_the_parser_can_be_named() -> None:
     one = engine("[get_weather(city='Köln')]", chat_template=PLAIN + "{{ tools }}")
-    assert functions(both(one, ChatOptions(tool_call_parser="pythonic"), tools=TOOLS)) == [WEATHER]
+    assert functions(both(one, ServerConfig(tool_call_parser="pythonic"), tools=TOOLS)) == [WEATHER]
 
 
 def test_a19_calls_and_results_reach_the_template_with_arguments_as_objects() -> None:
@@ -255,7 +255,7 @@ def test_a_number_in_a_schema_that_is_too_long_for_python_is_refused() -> None:
 
 
 def test_openais_client_reads_calls_whole_and_streamed() -> None:
-    app = build_app(engine(f"Well.\n{CALL}\n{CALL}"), "fake")  # type: ignore[arg-type]
+    app = build_app(engine(f"Well.\n{CALL}\n{CALL}"), ServerConfig())  # type: ignore[arg-type]
     with (
         served(app) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=GUARD_SECONDS) as client,

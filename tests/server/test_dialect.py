@@ -8,12 +8,12 @@ from chats import QWEN3, ask, engine, function
 from fake_engine import FakeEngine, Script
 
 from jaxpage.chat_template import ChatTemplates
-from jaxpage.config import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
 from jaxpage.errors import ConfigError
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.server.dialect import ChatOptions, Dialect, dialect_of
+from jaxpage.server.dialect import Dialect, dialect_of
 from jaxpage.server.reasoning import REASONING_FORMATS
 from jaxpage.server.tools import TOOL_FORMATS
+from jaxpage.server_config import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
 
 TEMPLATES = {
     "hermes": QWEN3,
@@ -26,7 +26,7 @@ TEMPLATES = {
 
 
 def dialect(template: str | None, **options: str) -> Dialect:
-    return dialect_of(FakeEngine(chat_template=template), ChatOptions(**options))  # type: ignore[arg-type]
+    return dialect_of(FakeEngine(chat_template=template), ServerConfig(**options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "template"), TEMPLATES.items())
@@ -110,4 +110,4 @@ def test_c10_named_templates_serve_requests_with_and_without_tools() -> None:
     ask(one)
     ask(one, tools=[function()])
     assert ["".join(map(chr, prompt)) for prompt in one.seen_prompts] == ["plain", "<tool_call>1"]
-    assert dialect_of(one, ChatOptions()).tools is TOOL_FORMATS["hermes"]  # type: ignore[arg-type]
+    assert dialect_of(one, ServerConfig()).tools is TOOL_FORMATS["hermes"]  # type: ignore[arg-type]
