@@ -8,11 +8,12 @@
 Importing it touches no accelerator, sets no environment variable and does not import JAX.
 """
 
-from jaxpage.config import EngineConfig, ServerConfig
+from jaxpage.config import EngineConfig
 from jaxpage.errors import ConfigError, EngineDeadError, JaxpageError, ModelLoadError, RequestError
 from jaxpage.llm import LLM
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from jaxpage.server_config import ServerConfig
 
 __version__ = "0.1.0"
 

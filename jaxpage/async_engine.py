@@ -17,6 +17,7 @@ import zmq
 import zmq.asyncio
 
 from jaxpage import wire
+from jaxpage.chat_template import ChatTemplates
 from jaxpage.config import EngineConfig
 from jaxpage.engine_process import EngineProcess, envelope, error_of
 from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
@@ -129,13 +130,23 @@ class AsyncEngine:
         """Most tokens of a request, prompt and output; known once ready."""
         return self._serving().max_model_len
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences that run at once; known once ready."""
+        return self._serving().max_num_seqs
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it; known once ready."""
+        return self._serving().vocab_size
+
     async def start(self) -> None:
         """Launch the engine process and load the tokenizer meanwhile. Raises `ModelLoadError` for a bad tokenizer."""
         self._process = EngineProcess(
             self._config, cast("zmq.Context[zmq.Socket[bytes]]", zmq.asyncio.Context.instance())
         )
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model)
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model, self._config.chat_template)
 
     async def wait_ready(self) -> None:
         """Return when requests are served. Raises what kept the engine from starting."""
@@ -172,11 +183,23 @@ class AsyncEngine:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: list[dict[str, Any]] | None = None,
-        **template_kwargs: Any,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a chat by the model's template. Raises `RequestError` naming a bad message."""
         assert self._tokenizer is not None, "start() comes first"
-        return self._tokenizer.encode_chat(messages, tools=tools, **template_kwargs)
+        return self._tokenizer.encode_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+
+    @property
+    def chat_templates(self) -> ChatTemplates:
+        """The model's."""
+        assert self._tokenizer is not None, "start() comes first"
+        return self._tokenizer.chat_templates
 
     async def prepare(self, params: SamplingParams | BeamSearchParams) -> None:
         """Check in a thread what takes long to check, which is then known to `add_request`. Raises `RequestError`."""

@@ -12,11 +12,18 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxpage.errors import RequestError
+from jaxpage.tool_prompt import spell_out
+
+RESERVED_VARIABLES = frozenset(
+    {"self", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
+)
+"""What a request may not set: it has options of its own for them."""
 
 
 class ChatTemplates:
@@ -28,6 +35,18 @@ class ChatTemplates:
     def __bool__(self) -> bool:
         return bool(self._sources)
 
+    def source(self, *, with_tools: bool) -> str | None:
+        """The template of requests with or without tools; None when the model has none for them."""
+        if with_tools and (source := self._sources.get("tool_use")) is not None:
+            return source
+        return self._sources.get("default")
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model is told of tools by its template; otherwise `tool_prompt` does it."""
+        source = self.source(with_tools=True)
+        return source is not None and "tools" in _variables(source)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -36,24 +55,43 @@ class ChatTemplates:
     ) -> str:
         """The prompt. `variables`: named tokens, `add_generation_prompt` and what the request adds.
 
+        Arguments of earlier calls become objects, as templates expect them; text that is no JSON object stays as it is.
         Raises `RequestError` (`param="messages"`) when there is no template, or it refuses the messages.
         """
         if not messages:
             raise RequestError("messages is empty: a chat needs at least one", param="messages")
-        plain = [_plain_message(message, index) for index, message in enumerate(messages)]
-        name = "tool_use" if tools and "tool_use" in self._sources else "default"
-        if name not in self._sources:
+        plain = _plain_messages(messages)
+        if (source := self.source(with_tools=bool(tools))) is None:
             raise RequestError(
                 "this model has no chat template: use the completions endpoint with a prompt in the model's own "
-                "format, or put a chat_template.jinja into the model's directory",
+                "format, give a template with --chat-template, or put a chat_template.jinja into the model's directory",
                 param="messages",
             )
         try:
-            template = _compile(self._sources[name])
+            if not self.takes_tools:
+                plain, tools = spell_out(plain, tools), None
+            template = _compile(source)
             text: str = template.render({**variables, "messages": plain, "tools": tools or None, "documents": None})
         except Exception as error:  # foreign code: whatever it raises is its answer to these messages
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
         return text
+
+
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Raises `RequestError` if a request's own variables, such as `enable_thinking`, include what is not its to set."""
+    if reserved := sorted(RESERVED_VARIABLES & variables.keys()):
+        raise RequestError(f"chat_template_kwargs may not set {', '.join(reserved)}", "chat_template_kwargs")
+
+
+def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as templates take them. Results get the name of their function, which some templates insist on."""
+    plain = [_plain_message(message, index) for index, message in enumerate(messages)]
+    names: dict[str, str] = {}
+    for message in plain:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
+        if message["role"] == "tool" and (name := names.get(message.get("tool_call_id", ""))) is not None:
+            message.setdefault("name", name)
+    return plain
 
 
 def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -66,7 +104,36 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         plain["content"] = "\n".join(_part_text(part, index) for part in content)
     elif not isinstance(content, str):
         raise RequestError(f"messages[{index}].content is neither text nor a list of parts", param="messages")
+    if reasoning := plain.get("reasoning_content") or plain.get("reasoning"):
+        plain["reasoning_content"] = plain["reasoning"] = reasoning  # templates know one or the other
+    if not isinstance(plain.get("tool_call_id", ""), str):
+        raise RequestError(f"messages[{index}].tool_call_id is not a text", param="messages")
+    calls = plain.pop("tool_calls", None) or []
+    if not isinstance(calls, list):
+        raise RequestError(f"messages[{index}].tool_calls is not a list", param="messages")
+    if calls:
+        plain["tool_calls"] = [_plain_call(call, f"messages[{index}].tool_calls[{i}]") for i, call in enumerate(calls)]
     return plain
+
+
+def _plain_call(call: Any, where: str) -> dict[str, Any]:
+    """An earlier call, its arguments an object. Raises `RequestError` for what is no call of a function."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where} needs a function with a name", param="messages")
+    if not isinstance(call.get("id"), str | None):
+        raise RequestError(f"{where}.id is not a text", param="messages")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):  # the model has written it: the conversation goes on
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    elif not isinstance(arguments, Mapping):
+        raise RequestError(f"{where}.function.arguments is neither text nor an object", param="messages")
+    given = {key: value for key, value in call.items() if value is not None}
+    return {**given, "function": {**function, "arguments": arguments}}
 
 
 def _part_text(part: Any, index: int) -> str:
@@ -82,6 +149,15 @@ def _part_text(part: Any, index: int) -> str:
 @functools.lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
     return _environment().from_string(source)
+
+
+@functools.lru_cache(maxsize=16)
+def _variables(source: str) -> frozenset[str]:
+    """What a template reads and does not set; nothing if it is broken."""
+    try:
+        return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(source)))
+    except jinja2.TemplateError:
+        return frozenset()
 
 
 @functools.cache

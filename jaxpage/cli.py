@@ -6,17 +6,18 @@ import json
 import logging
 import signal
 import sys
-import types
-import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxpage import bench_serve
 from jaxpage.bench import BENCHES
-from jaxpage.config import EngineConfig, ServerConfig
+from jaxpage.config import EngineConfig, flag
 from jaxpage.errors import ConfigError, JaxpageError
 from jaxpage.gpu_compiler import find_gpu_compiler
+from jaxpage.options import add_fields, config_of, read_config_file
 from jaxpage.sampling_params import SamplingParams
+from jaxpage.server_config import ServerConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,10 +41,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = _command(commands, "serve", _serve, "start the OpenAI-compatible server")
-    serve.add_argument("model", nargs="?", default="smollm2-135m", metavar="MODEL", help="model to serve (%(default)s)")
-    serve.add_argument("--model", dest="model_option", metavar="MODEL", help="the same, as an option")
-    _add_fields(serve.add_argument_group("server"), ServerConfig)
-    _add_fields(serve.add_argument_group("engine"), EngineConfig, skip=("model",))
+    serve.add_argument("model_argument", nargs="?", metavar="MODEL", help="model to serve (smollm2-135m)")
+    serve.add_argument("--model", default=argparse.SUPPRESS, metavar="MODEL", help="the same, as an option")
+    serve.add_argument(
+        "--config", metavar="FILE", help="YAML file with any of these options by name; the command line goes before it"
+    )
+    add_fields(serve.add_argument_group("server"), ServerConfig)
+    add_fields(serve.add_argument_group("engine"), EngineConfig, skip=("model",))
 
     generate = _command(commands, "generate", _generate, "complete prompts in the terminal")
     generate.add_argument(
@@ -70,14 +74,14 @@ def _parser() -> argparse.ArgumentParser:
         "--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated"
     )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
-    _add_fields(generate.add_argument_group("engine"), EngineConfig)
+    add_fields(generate.add_argument_group("engine"), EngineConfig)
 
     compiling = _command(commands, "compile", _compile, "compile all programs for GPUs, which need not be here")
     compiling.add_argument(
         "--target", required=True, choices=("h200", "h100", "a100", "cpu"), help="cpu: this machine's"
     )
     compiling.add_argument("--out", required=True, metavar="FOLDER", help="new folder, for `serve --programs FOLDER`")
-    _add_fields(compiling.add_argument_group("engine"), EngineConfig, skip=("programs", "compile_cache_dir"))
+    add_fields(compiling.add_argument_group("engine"), EngineConfig, skip=("programs", "compile_cache_dir"))
 
     bench = commands.add_parser("bench", help="measure", description="Measure the engine on this machine.")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
@@ -93,11 +97,15 @@ def _parser() -> argparse.ArgumentParser:
         )
         one.add_argument("--repeat", type=int, default=1, metavar="N", help="runs; medians are printed (%(default)s)")
         for option, default in it.milliseconds.items():
-            flag, what = _flag(option), option.removesuffix("_ms")
-            one.add_argument(flag, type=float, default=default, metavar="MS", help=f"of a {what}'s work (%(default)s)")
+            name, what = flag(option), option.removesuffix("_ms")
+            one.add_argument(name, type=float, default=default, metavar="MS", help=f"of a {what}'s work (%(default)s)")
         one.set_defaults(milliseconds=tuple(it.milliseconds))
         one.add_argument("--json", action="store_true", help="print one JSON object")
-        _add_fields(one.add_argument_group("engine"), EngineConfig)
+        add_fields(one.add_argument_group("engine"), EngineConfig)
+    serve_bench = _command(benches, "serve", _bench_serve, "what clients of a server see, and what it costs the server")
+    bench_serve.add_arguments(serve_bench)
+    engine = serve_bench.add_argument_group("engine, where the bench starts the server")
+    add_fields(engine, EngineConfig, skip=("seed",))
     roof = _command(benches, "roofline", _roofline, "what a GPU could reach at best, and what compiled steps move")
     roof.add_argument("--target", default="h200", choices=("h200", "h100", "a100"), help="GPU (%(default)s)")
     roof.add_argument(
@@ -105,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     roof.add_argument("--context", type=int, default=1024, metavar="N", help="positions of each row (%(default)s)")
     roof.add_argument("--json", action="store_true", help="print one JSON object per line")
-    _add_fields(roof.add_argument_group("engine"), EngineConfig)
+    add_fields(roof.add_argument_group("engine"), EngineConfig)
     return parser
 
 
@@ -117,42 +125,20 @@ def _command(commands: Any, name: str, run: Any, help_text: str) -> argparse.Arg
     return parser
 
 
-def _add_fields(group: Any, config: type, skip: Sequence[str] = ()) -> None:
-    """An option for every field of a config class. Absent ones keep the field's default."""
-    hints = typing.get_type_hints(config)
-    for field in dataclasses.fields(config):
-        if field.name in skip:
-            continue
-        hint = hints[field.name]
-        if isinstance(hint, types.UnionType):
-            hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
-        flags = [*field.metadata["short"], _flag(field.name)]
-        default = "" if field.default in (None, ()) else f" ({field.default})"
-        help_text = (field.metadata["help"] + default).replace("%", "%%")
-        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": help_text}
-        if typing.get_origin(hint) is tuple:
-            group.add_argument(*flags, nargs="+", metavar=field.name.upper(), **options)
-        elif hint is bool:
-            group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
-        else:
-            group.add_argument(*flags, type=hint, metavar=hint.__name__.upper(), **options)
-
-
-def _config_of[T](config: type[T], args: argparse.Namespace, **given: Any) -> T:
-    fields: Any = dataclasses.fields(config)  # type: ignore[arg-type]
-    names = {field.name for field in fields}
-    return config(**{name: value for name, value in vars(args).items() if name in names} | given)
-
-
 def _serve(args: argparse.Namespace) -> int:
-    engine_config = _config_of(EngineConfig, args, model=args.model_option or args.model)
+    given = vars(args)
+    if args.model_argument is not None:
+        given.setdefault("model", args.model_argument)
+    from_file = read_config_file(args.config, (EngineConfig, ServerConfig)) if args.config is not None else {}
+    args = argparse.Namespace(**from_file | given)
+    engine_config = config_of(EngineConfig, args)
     if engine_config.process_id:
         from jaxpage.follower import follow
 
         return follow(engine_config)
     from jaxpage.server.serve import serve
 
-    return serve(engine_config, _config_of(ServerConfig, args))
+    return serve(engine_config, config_of(ServerConfig, args))
 
 
 def _compile(args: argparse.Namespace) -> int:
@@ -161,7 +147,7 @@ def _compile(args: argparse.Namespace) -> int:
         find_gpu_compiler()
     from jaxpage.compiling import compile_programs
 
-    return compile_programs(_config_of(EngineConfig, args), args.target, Path(args.out))
+    return compile_programs(config_of(EngineConfig, args), args.target, Path(args.out))
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -210,12 +196,12 @@ def _bench(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING)
     for name in ("num_prompts", "input_len", "output_len", "repeat"):
         if getattr(args, name) < 1:
-            print(f"jaxpage: {_flag(name)} is {getattr(args, name)}: it must be at least 1", file=sys.stderr)
+            print(f"jaxpage: {flag(name)} is {getattr(args, name)}: it must be at least 1", file=sys.stderr)
             return 2
     milliseconds = {option: getattr(args, option) for option in args.milliseconds}
     for option, value in milliseconds.items():
         if not 0 <= value <= 10_000:
-            print(f"jaxpage: {_flag(option)} is {value}: it must be in [0, 10000]", file=sys.stderr)
+            print(f"jaxpage: {flag(option)} is {value}: it must be in [0, 10000]", file=sys.stderr)
             return 2
     result: dict[str, Any] = args.bench(
         _options(args),
@@ -225,12 +211,21 @@ def _bench(args: argparse.Namespace) -> int:
         repeat=args.repeat,
         **milliseconds,
     )
-    if args.json:
+    _print_result(result, as_json=args.json)
+    return 0
+
+
+def _bench_serve(args: argparse.Namespace) -> int:
+    _print_result(bench_serve.run(args, _options(args)), as_json=args.json)
+    return 0
+
+
+def _print_result(result: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
         print(json.dumps(result))
     else:
         for name, value in result.items():
             print(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value}")
-    return 0
 
 
 def _roofline(args: argparse.Namespace) -> int:
@@ -253,10 +248,6 @@ def _roofline(args: argparse.Namespace) -> int:
     else:
         print(show(lines, args.target, config.tensor_parallel_size))
     return 0
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:

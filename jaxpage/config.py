@@ -1,4 +1,4 @@
-"""Engine and server options. Frozen; the command line is made from these fields (see `cli`).
+"""The engine's options. Frozen; the command line is made from these fields (see `options`).
 
 In: what a user gives. Out: values checked on their own; whatever depends on the model or the device (context length,
 number of blocks) is resolved once by the engine, which logs each automatic choice with its reason.
@@ -11,8 +11,9 @@ from typing import Any
 from jaxpage.errors import ConfigError
 
 
-def _option(default: Any, help_text: str, *, short: tuple[str, ...] = ()) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help_text, "short": short})
+def option(default: Any, help_text: str, *, secret: bool = False, short: tuple[str, ...] = ()) -> Any:
+    """A field of a config class, with what `--help` says about it. A secret one is left out of its representation."""
+    return dataclasses.field(default=default, metadata={"help": help_text, "short": short}, repr=not secret)
 
 
 LOOP_NAMES = ("sync", "overlap", "resident")
@@ -22,52 +23,53 @@ LOOP_NAMES = ("sync", "overlap", "resident")
 class EngineConfig:
     """Options of one engine. Raises `ConfigError` that names option, value and limit."""
 
-    model: str = _option("smollm2-135m", "packaged model name, Hugging Face directory, or GGUF file")
-    load_format: str = _option(
+    model: str = option("smollm2-135m", "packaged model name, Hugging Face directory, or GGUF file")
+    load_format: str = option(
         "auto", "auto, or dummy: random weights for a directory with no more than a config.json, to measure with"
     )
-    dtype: str = _option("auto", "weights and activations: auto (float32 on CPU, bfloat16 on GPU), float32, bfloat16")
-    max_model_len: int | None = _option(
+    dtype: str = option("auto", "weights and activations: auto (float32 on CPU, bfloat16 on GPU), float32, bfloat16")
+    chat_template: str | None = option(None, "file with a Jinja chat template, used instead of the model's own")
+    max_model_len: int | None = option(
         None, "most tokens of a request, prompt and output; default: the model's context"
     )
-    block_size: int = _option(16, "token positions per KV cache block; a power of two")
-    num_blocks: int | None = _option(None, "KV cache blocks in the pool; default: from measured free memory")
-    kv_memory_fraction: float = _option(0.5, "share of the memory free after loading that the KV cache may take")
-    max_num_seqs: int = _option(64, "most requests that run at once")
-    max_num_batched_tokens: int = _option(512, "token budget of a step")
-    long_prefill_token_threshold: int = _option(0, "most tokens of one request in a step; 0: no limit but the budget")
-    max_num_partial_prefills: int = _option(
+    block_size: int = option(16, "token positions per KV cache block; a power of two")
+    num_blocks: int | None = option(None, "KV cache blocks in the pool; default: from measured free memory")
+    kv_memory_fraction: float = option(0.5, "share of the memory free after loading that the KV cache may take")
+    max_num_seqs: int = option(64, "most requests that run at once")
+    max_num_batched_tokens: int = option(512, "token budget of a step")
+    long_prefill_token_threshold: int = option(0, "most tokens of one request in a step; 0: no limit but the budget")
+    max_num_partial_prefills: int = option(
         0, "most prompts beyond long_prefill_token_threshold computed at once, while shorter ones pass; 0: no limit"
     )
-    scheduling_policy: str = _option(
+    scheduling_policy: str = option(
         "fcfs", "fcfs, priority (lower values first), or the import path of your own: package.module:Class"
     )
-    engine_mode: str = _option(
+    engine_mode: str = option(
         "resident",
         "sync (the host waits for each step), overlap (meanwhile it prepares the next) or resident (and sends it)",
     )
-    tensor_parallel_size: int = _option(1, "devices that divide the model among them", short=("-tp", "--tp"))
-    num_processes: int = _option(
+    tensor_parallel_size: int = option(1, "devices that divide the model among them", short=("-tp", "--tp"))
+    num_processes: int = option(
         1, "processes that divide those devices, as on several machines; each is started with its own --process-id"
     )
-    process_id: int = _option(0, "which of them this is: 0 leads and serves, the others follow it")
-    coordinator_address: str | None = _option(
+    process_id: int = option(0, "which of them this is: 0 leads and serves, the others follow it")
+    coordinator_address: str | None = option(
         None, "HOST:PORT where process 0 is reached by the others, and a port that is free there"
     )
-    enable_prefix_caching: bool = _option(True, "keep the KV of computed prefixes and share it")
-    seed: int = _option(0, "seed of the seeds that unseeded requests get")
-    compile_cache_dir: str | None = _option(None, "folder of compiled programs; default: the user's cache folder")
-    programs: str | None = _option(
+    enable_prefix_caching: bool = option(True, "keep the KV of computed prefixes and share it")
+    seed: int = option(0, "seed of the seeds that unseeded requests get")
+    compile_cache_dir: str | None = option(None, "folder of compiled programs; default: the user's cache folder")
+    programs: str | None = option(
         None, "folder that `jaxpage compile` has made: its programs are loaded, and none is compiled"
     )
-    background_compile: bool = _option(
+    background_compile: bool = option(
         True, "serve as soon as every step can run in some compiled shape, and compile the rest meanwhile"
     )
 
-    logits_processors: tuple[str, ...] = _option(
+    logits_processors: tuple[str, ...] = option(
         (), "import paths of your own functions of the logits, package.module:function, which requests name"
     )
-    strict_shapes: bool = _option(
+    strict_shapes: bool = option(
         False, "stop the engine when serving compiles something, or moves data to or from the device implicitly"
     )
 
@@ -76,54 +78,52 @@ class EngineConfig:
         positive = ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "num_processes")
         for name in positive + tuple(n for n in ("max_model_len", "num_blocks") if getattr(self, n) is not None):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{_flag(name)} is {getattr(self, name)}: it must be at least 1")
+                raise ConfigError(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
         if self.block_size & (self.block_size - 1):
-            raise ConfigError(
-                f"{_flag('block_size')} is {self.block_size}: it must be a power of two, such as 16 or 32"
-            )
+            raise ConfigError(f"{flag('block_size')} is {self.block_size}: it must be a power of two, such as 16 or 32")
         if self.num_blocks is not None and self.num_blocks < 2:
-            raise ConfigError(f"{_flag('num_blocks')} is {self.num_blocks}: at least 2, as block 0 is the null block")
+            raise ConfigError(f"{flag('num_blocks')} is {self.num_blocks}: at least 2, as block 0 is the null block")
         if not 0 < self.kv_memory_fraction <= 1:
-            raise ConfigError(f"{_flag('kv_memory_fraction')} is {self.kv_memory_fraction}: it must be in (0, 1]")
+            raise ConfigError(f"{flag('kv_memory_fraction')} is {self.kv_memory_fraction}: it must be in (0, 1]")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"{_flag('max_num_batched_tokens')} is {self.max_num_batched_tokens}, less than "
-                f"{_flag('max_num_seqs')} {self.max_num_seqs}: raise it, or lower --max-num-seqs"
+                f"{flag('max_num_batched_tokens')} is {self.max_num_batched_tokens}, less than "
+                f"{flag('max_num_seqs')} {self.max_num_seqs}: raise it, or lower --max-num-seqs"
             )
         if self.long_prefill_token_threshold < 0:
             raise ConfigError(
-                f"{_flag('long_prefill_token_threshold')} is {self.long_prefill_token_threshold}: it must be at least 0"
+                f"{flag('long_prefill_token_threshold')} is {self.long_prefill_token_threshold}: it must be at least 0"
             )
         if self.max_num_partial_prefills < 0:
             raise ConfigError(
-                f"{_flag('max_num_partial_prefills')} is {self.max_num_partial_prefills}: it must be at least 0"
+                f"{flag('max_num_partial_prefills')} is {self.max_num_partial_prefills}: it must be at least 0"
             )
         if self.max_num_partial_prefills and not self.long_prefill_token_threshold:
             raise ConfigError(
-                f"{_flag('max_num_partial_prefills')} is {self.max_num_partial_prefills}, and nothing says which "
+                f"{flag('max_num_partial_prefills')} is {self.max_num_partial_prefills}, and nothing says which "
                 "prompts are long: set --long-prefill-token-threshold, too"
             )
         if self.tensor_parallel_size % self.num_processes:
             raise ConfigError(
-                f"{_flag('tensor_parallel_size')} is {self.tensor_parallel_size}, which {self.num_processes} processes "
+                f"{flag('tensor_parallel_size')} is {self.tensor_parallel_size}, which {self.num_processes} processes "
                 "do not divide evenly: make it a multiple of --num-processes"
             )
         if not 0 <= self.process_id < self.num_processes:
             raise ConfigError(
-                f"{_flag('process_id')} is {self.process_id}: it must be in [0, {self.num_processes}), the number of "
+                f"{flag('process_id')} is {self.process_id}: it must be in [0, {self.num_processes}), the number of "
                 "--num-processes"
             )
         if (self.num_processes > 1) != (self.coordinator_address is not None):
             raise ConfigError(
-                f"{_flag('num_processes')} is {self.num_processes} and {_flag('coordinator_address')} is "
+                f"{flag('num_processes')} is {self.num_processes} and {flag('coordinator_address')} is "
                 f"{self.coordinator_address}: several processes need one, and a single one has no use for it"
             )
         if self.engine_mode not in LOOP_NAMES:
-            raise ConfigError(f"{_flag('engine_mode')} is {self.engine_mode!r}: it must be {', '.join(LOOP_NAMES)}")
+            raise ConfigError(f"{flag('engine_mode')} is {self.engine_mode!r}: it must be {', '.join(LOOP_NAMES)}")
         if self.load_format not in ("auto", "dummy"):
-            raise ConfigError(f"{_flag('load_format')} is {self.load_format!r}: it must be auto or dummy")
+            raise ConfigError(f"{flag('load_format')} is {self.load_format!r}: it must be auto or dummy")
         if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise ConfigError(f"{_flag('dtype')} is {self.dtype!r}: it must be auto, float32 or bfloat16")
+            raise ConfigError(f"{flag('dtype')} is {self.dtype!r}: it must be auto, float32 or bfloat16")
 
     @property
     def max_step_tokens(self) -> int:
@@ -131,32 +131,6 @@ class EngineConfig:
         return min(self.long_prefill_token_threshold or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Options of the HTTP server."""
-
-    host: str = _option("127.0.0.1", "address to listen on")
-    port: int = _option(8000, "port to listen on; 0 takes a free one and prints it")
-    served_model_name: str | None = _option(None, "model name in the API; default: the model as given")
-    shutdown_timeout: float = _option(8.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
-    enable_debug_routes: bool = _option(
-        False,
-        "serve /pause, /resume, /sleep, /wake_up, /reset_prefix_cache, /debug/kv_cache and /debug/profile, which are "
-        "not for everyone who may ask for completions",
-    )
-    web_page: bool = _option(
-        True,
-        "serve a page for people at /, and what it shows of the engine at /live: counts, the state of each KV block, "
-        "request ids cut short, and no text",
-    )
-    vllm_metric_names: bool = _option(False, "give /metrics under vLLM's names, too")
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"{_flag('port')} is {self.port}: it must be in [0, 65535]")
-        if not self.shutdown_timeout >= 0:  # nan is not, either
-            raise ConfigError(f"{_flag('shutdown_timeout')} is {self.shutdown_timeout}: it must be at least 0 seconds")
-
-
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """How a field is called on the command line."""
     return "--" + name.replace("_", "-")

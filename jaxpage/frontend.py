@@ -149,7 +149,12 @@ class _Sequence:
         self._params = message.params
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []
-        self._decoder = IncrementalDecoder(tokenizer, message.params.skip_special_tokens, message.prompt_token_ids)
+        self._decoder = IncrementalDecoder(
+            tokenizer,
+            message.params.skip_special_tokens,
+            message.prompt_token_ids,
+            message.params.shown_special_tokens,
+        )
         self._text = StopText(message.params)
         self._stop_reason: int | str | None = None
         asked = message.params.logprobs is not None
@@ -342,6 +347,7 @@ def open_request(
             ignore_eos=beam.ignore_eos,
             stop_token_ids=beam.stop_token_ids,
             skip_special_tokens=beam.skip_special_tokens,
+            shown_special_tokens=beam.shown_special_tokens,
         )
     assert isinstance(params, SamplingParams)
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)

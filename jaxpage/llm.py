@@ -125,7 +125,7 @@ class LLM:
         Raises `ConfigError` or `ModelLoadError`.
         """
         self.config = EngineConfig(model=model, **options)
-        self.tokenizer = load_tokenizer(model)
+        self.tokenizer = load_tokenizer(model, self.config.chat_template)
         self._engine = (_RemoteEngine if multiprocess else _LocalEngine)(self.config)
         self._close = weakref.finalize(self, self._engine.close)
         self._seeds = random.Random(self.config.seed)
@@ -210,16 +210,28 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
-        **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, by the model's chat template.
 
-        messages: a list of {"role": ..., "content": ...}, or a list of such lists. Raises as `generate` does.
+        messages: a list of {"role": ..., "content": ...}, or a list of such lists. tools: what the model is told it can
+        call, in OpenAI's form; calls are part of the text. chat_template_kwargs: variables for the template, such as
+        `enable_thinking`. Raises as `generate` does.
         """
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
-        prompts = [self.tokenizer.encode_chat(conversation, **template_kwargs) for conversation in conversations]
+        prompts = [
+            self.tokenizer.encode_chat(
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:

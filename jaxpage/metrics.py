@@ -6,7 +6,7 @@ In: the engine's statistics after each step, and every request as it goes on. Ou
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from jaxpage.outputs import RequestMetrics
 
@@ -61,6 +61,9 @@ class Metrics:
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
+        self._process = CollectorRegistry()
+        """CPU time, memory and files of the process that serves HTTP, under Prometheus' own names."""
+        ProcessCollector(registry=self._process)
         self._model_name = model_name
         self.totals = Totals()
         self._gauges = {name: self._gauge(name, text) for name, text in _GAUGES.items()}
@@ -91,7 +94,9 @@ class Metrics:
     def render(self, *, vllm_names: bool = False) -> bytes:
         """All series as text; with `vllm_names`, once more under vLLM's prefix."""
         text = generate_latest(self._registry)
-        return text + text.replace(PREFIX.encode(), VLLM_PREFIX.encode()) if vllm_names else text
+        if vllm_names:
+            text += text.replace(PREFIX.encode(), VLLM_PREFIX.encode())
+        return text + generate_latest(self._process)
 
     def set_config(self, config: Mapping[str, object]) -> None:
         """What the cache is like, as labels of a series that is always 1."""

@@ -33,8 +33,12 @@ MAX_LENGTH_PENALTY = 10.0
 """Bound of the exponent in a beam's score: beyond it, length alone would decide, and a score might overflow."""
 
 
+STRUCTURE_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+"""What a text may have to be, by the fields of `StructuredOutputsParams`."""
+
+
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the generated text must be: exactly one field is given. `structured.grammar` says how each is read.
+    """What the generated text must be: one of `STRUCTURE_KINDS` is given. `structured.grammar` says how each is read.
 
     Raises `RequestError` that names the field, its value and what is allowed.
     """
@@ -51,10 +55,12 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     """A grammar in Lark's or in GBNF's notation."""
     structural_tag: str | dict[str, Any] | None = None
     """Free text in which the tags that begin with a trigger follow a schema, as text or as an object; kept as text."""
+    preamble: str | None = None
+    """Rules in Lark's notation for `preamble`, which is written before all that, such as a model's reasoning."""
 
     def __post_init__(self) -> None:
-        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
-        names = ", ".join(self.__struct_fields__)
+        given = [name for name in STRUCTURE_KINDS if getattr(self, name) not in (None, False)]
+        names = ", ".join(STRUCTURE_KINDS)
         _check("structured_outputs", given, len(given) == 1, f"exactly one of {names}")
         _check_switch("json_object", self.json_object)
         for name in ("json", "structural_tag"):
@@ -64,7 +70,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
                 except (TypeError, ValueError, RecursionError) as error:
                     raise RequestError(f"{name} is no JSON: {error}", name) from error
                 msgspec.structs.force_setattr(self, name, text)
-        for name in ("json", "regex", "grammar", "structural_tag"):
+        for name in ("json", "regex", "grammar", "structural_tag", "preamble"):
             value = getattr(self, name)
             _check(name, value, value is None or (isinstance(value, str) and value != ""), "a text that is not empty")
         if self.choice is not None:
@@ -118,6 +124,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Generate past end-of-sequence tokens."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    shown_special_tokens: tuple[str, ...] = ()
+    """Special tokens that stay in it all the same, such as the marks of tool calls."""
     n: int = 1
     """Sequences to generate for the prompt, at most `MAX_N`; several need a temperature. Sequence i has seed + i."""
     logprobs: int | None = None
@@ -170,6 +178,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "skip_reading_prefix_cache"):
             _check_switch(field, getattr(self, field))
+        _check_special_tokens(self.shown_special_tokens)
         _check_sequence("stop", self.stop)
         for text in self.stop:
             _check("stop", text, isinstance(text, str) and text != "", "non-empty strings")
@@ -183,7 +192,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_penalties()
         self._check_token_rules()
         # Frozen is for callers: sequences become tuples here, once, so that a list may be given.
-        for field in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors"):
+        for field in (
+            "stop",
+            "stop_token_ids",
+            "bad_words",
+            "allowed_token_ids",
+            "logits_processors",
+            "shown_special_tokens",
+        ):
             if (value := getattr(self, field)) is not None:
                 msgspec.structs.force_setattr(self, field, tuple(value))
         limit = LOGIT_BIAS_RANGE
@@ -254,6 +270,8 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """Generate past end-of-sequence tokens."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    shown_special_tokens: tuple[str, ...] = ()
+    """Special tokens that stay in it all the same, such as the marks of tool calls."""
 
     def __post_init__(self) -> None:
         _check(
@@ -278,7 +296,9 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         for field in ("ignore_eos", "skip_special_tokens"):
             _check_switch(field, getattr(self, field))
         _check_stop_token_ids(self.stop_token_ids)
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))  # a list may be given
+        _check_special_tokens(self.shown_special_tokens)
+        for field in ("stop_token_ids", "shown_special_tokens"):  # a list may be given
+            msgspec.structs.force_setattr(self, field, tuple(getattr(self, field)))
 
 
 def _is_int(value: object) -> bool:
@@ -300,6 +320,13 @@ def _check_switch(field: str, value: object) -> None:
 
 def _check_sequence(field: str, value: object) -> None:
     _check(field, value, isinstance(value, list | tuple), f"a list or a tuple, such as ({value!r},)")
+
+
+def _check_special_tokens(tokens: tuple[str, ...]) -> None:
+    field = "shown_special_tokens"
+    _check_sequence(field, tokens)
+    for token in tokens:
+        _check(field, token, isinstance(token, str) and token != "", "texts that are not empty")
 
 
 def _check_stop_token_ids(token_ids: tuple[int, ...]) -> None:

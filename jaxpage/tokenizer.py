@@ -6,15 +6,15 @@ a second; ids are the ones that transformers' `AutoTokenizer` gives for the same
 
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
-from jaxpage.chat_template import ChatTemplates
+from jaxpage.chat_template import ChatTemplates, check_variables
 from jaxpage.errors import ModelLoadError, RequestError
 from jaxpage.models.packaged import resolve_model
 
@@ -39,7 +39,7 @@ class Tokenizer:
         """`named_tokens`: "bos_token", "eos_token" and so on to their text, as chat templates see them."""
         self._backend = backend
         self._named_tokens = dict(named_tokens)
-        self._chat_templates = chat_templates
+        self.chat_templates = chat_templates
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         found = ((byte, backend.token_to_id(f"<0x{byte:02X}>")) for byte in range(256))
@@ -56,10 +56,6 @@ class Tokenizer:
         self._for_grammars: LLTokenizer | None = None
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         """Tokens that have a text; a model's logits may be padded beyond them."""
-
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._chat_templates)
 
     @cached_property
     def special_tokens(self) -> frozenset[str]:
@@ -121,10 +117,16 @@ class Tokenizer:
             text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
-    def visible_ids(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> list[int]:
-        """The ids that `decode` makes text of: known to the vocabulary and, if they are skipped, not special."""
+    def visible_ids(
+        self, token_ids: Iterable[int], skip_special_tokens: bool = True, shown: Collection[str] = ()
+    ) -> list[int]:
+        """The ids that text is made of: known to the vocabulary and, if they are skipped, not special.
+
+        shown: special tokens that are not skipped.
+        """
         hidden = self._special_ids if skip_special_tokens else frozenset()
-        return [i for i in token_ids if i not in hidden and self._backend.id_to_token(i) is not None]
+        found = ((token_id, self._backend.id_to_token(token_id)) for token_id in token_ids)
+        return [i for i, token in found if token is not None and (i not in hidden or token in shown)]
 
     def apply_chat_template(
         self,
@@ -133,14 +135,17 @@ class Tokenizer:
         *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        **template_kwargs: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt that the model's chat template makes of `messages` (OpenAI's form; text content only).
 
-        Raises `RequestError` with `param="messages"` when there is no template, or when it refuses the messages.
+        `chat_template_kwargs`: variables for the template. Raises `RequestError` with `param="messages"` when there is
+        no template, or when it refuses the messages.
         """
-        variables = {**self._named_tokens, **template_kwargs, "add_generation_prompt": add_generation_prompt}
-        return self._chat_templates.render(messages, tools, variables)
+        own = chat_template_kwargs or {}
+        check_variables(own)
+        variables = {**self._named_tokens, **own, "add_generation_prompt": add_generation_prompt}
+        return self.chat_templates.render(messages, tools, variables)
 
     def encode_chat(
         self,
@@ -149,11 +154,14 @@ class Tokenizer:
         *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        **template_kwargs: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of the chat. The template alone decides about BOS: the tokenizer adds none. Raises as above."""
         prompt = self.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
         )
         return self.encode(prompt, add_special_tokens=False)
 
@@ -175,24 +183,33 @@ class IncrementalDecoder:
     inside one agrees with the whole text well before its end."""
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] = (),
+        shown_special_tokens: Collection[str] = (),
     ) -> None:
-        """`prompt_token_ids`: what stands before; a first word keeps its leading space only after other text."""
+        """`prompt_token_ids`: what stands before; a first word keeps its leading space only after other text.
+
+        `shown_special_tokens` are not skipped.
+        """
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._visible_ids = partial(
+            tokenizer.visible_ids, skip_special_tokens=skip_special_tokens, shown=shown_special_tokens
+        )
         # Hidden tokens must not stand in the window: with nothing visible before it, a word would lose its space.
         # Some prompts end in many of them, so the tail is searched in growing pieces.
         tail = self._KEEP
-        window = tokenizer.visible_ids(prompt_token_ids[-tail:], skip_special_tokens)
+        window = self._visible_ids(prompt_token_ids[-tail:])
         while len(window) < self._KEEP and tail < len(prompt_token_ids):
             tail *= 4
-            window = tokenizer.visible_ids(prompt_token_ids[-tail:], skip_special_tokens)
+            window = self._visible_ids(prompt_token_ids[-tail:])
         self._window = window[-self._KEEP :]
         self._num_sent = len(self._decode())  # characters of the window's text that have been returned
 
     def add(self, token_ids: Iterable[int]) -> str:
         """Text that these tokens complete; empty while a character is unfinished or only hidden tokens came."""
-        new = self._tokenizer.visible_ids(token_ids, self._skip_special_tokens)
+        new = self._visible_ids(token_ids)
         if not new:
             return ""
         self._window += new
@@ -209,7 +226,7 @@ class IncrementalDecoder:
         return self._decode()[self._num_sent :]
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, self._skip_special_tokens)
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)
 
 
 def _complete_part(text: str) -> str:
@@ -217,13 +234,24 @@ def _complete_part(text: str) -> str:
     return text.removesuffix(_REPLACEMENT)
 
 
-def load_tokenizer(model: str) -> Tokenizer:
+def load_tokenizer(model: str, chat_template: str | None = None) -> Tokenizer:
     """The tokenizer of a packaged model, a Hugging Face directory or a GGUF file, named as for `open_checkpoint`.
 
-    Raises `ModelLoadError` naming the file that is missing, damaged or of an unknown kind.
+    chat_template: a file with the template that is used instead of the model's own. Raises `ModelLoadError` naming the
+    file that is missing, damaged or of an unknown kind.
     """
     path = resolve_model(model)
-    return _from_directory(path) if path.is_dir() else _from_gguf(path)
+    tokenizer = _from_directory(path) if path.is_dir() else _from_gguf(path)
+    if chat_template is not None:
+        tokenizer.chat_templates = ChatTemplates({"default": _read_template(Path(chat_template))})
+    return tokenizer
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"--chat-template {file} cannot be read: {error}: give a file with a template") from error
 
 
 def _from_gguf(path: Path) -> Tokenizer:

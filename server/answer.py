@@ -4,8 +4,8 @@ In: prompts as token ids, the engine's options, and the form in which a route wo
 or a stream of chunks; both carry the same head.
 """
 
+import dataclasses
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +21,9 @@ from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.server.generation import Generation
 from jaxpage.server.logprobs import Entry, ScoredTokens
 from jaxpage.server.protocol import GenerationRequest, Usage
+from jaxpage.server.request_log import record_of
 from jaxpage.server.service import service_of
-from jaxpage.server.sse import event_response, whole_response
+from jaxpage.server.sse import data_frames, event_response, whole_response
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ class Form:
     """What the route shows of what was generated."""
     count: Callable[[Usage], Usage] = lambda usage: usage
     """What the route counts of it."""
+    num_kept: int | None = None
+    """Choices of each prompt that are answered with: those that are most probable per token; None: all, as they are."""
     of_reply: Callable[[Choice], dict[str, Any]] = lambda choice: {}
     """What the whole answer says of its first choice."""
 
@@ -88,28 +91,53 @@ async def answer(
     form: Form,
 ) -> Response:
     """Generate, and answer in one piece or, with `stream`, as server-sent events."""
-    service = service_of(http_request)
-    request_id = f"{form.id_prefix}-{uuid.uuid4().hex}"
-    head = {"id": request_id, "created": int(time.time()), "model": service.model_name}
-    try:
-        await service.engine.prepare(params)
-    except RequestError as error:  # it knows nothing of the request's field
-        raise RequestError(str(error), request.structure.field if request.structure else error.param) from error
-    generation = service.admit(
-        request_id, prompts, params, priority=request.priority or 0, cache_salt=request.cache_salt
-    )
+    generation = await start(http_request, request, prompts, params, form.id_prefix)
+    head = {
+        "id": f"{form.id_prefix}-{record_of(http_request).request_id}",
+        "created": int(time.time()),
+        "model": service_of(http_request).model_name,
+    }
     if request.stream:
-        return await event_response(http_request, generation, _chunks(generation, form, head, request.include_usage))
+        chunks = _chunks(generation, form, head, request.include_usage)
+        return await event_response(http_request, generation, data_frames(chunks))
 
     def reply(outputs: list[tuple[int, CompletionOutput]]) -> msgspec.Struct:
-        choices = [_view(generation, form, index, output) for index, output in outputs]
+        if form.num_kept is not None:
+            outputs = _best(outputs, generation.num_choices_of_each, form.num_kept)
+        choices = [form.view(choice_of(generation, index, output)) for index, output in outputs]
+        if form.num_kept is not None:
+            choices = [dataclasses.replace(choice, index=place) for place, choice in enumerate(choices)]
         words = [form.choice(choice) for choice in choices]
         return form.reply(**head, choices=words, usage=form.count(generation.usage), **form.of_reply(choices[0]))
 
     return await whole_response(http_request, generation, reply)
 
 
-def _view(generation: Generation, form: Form, index: int, output: CompletionOutput) -> Choice:
+async def start(
+    http_request: Request,
+    request: GenerationRequest,
+    prompts: Sequence[list[int]],
+    params: SamplingParams | BeamSearchParams,
+    id_prefix: str,
+) -> Generation:
+    """Admit all prompts, under a name that begins with the prefix. Whoever starts a generation must close it."""
+    record, service = record_of(http_request), service_of(http_request)
+    try:
+        await service.engine.prepare(params)
+    except RequestError as error:  # it knows nothing of the request's field
+        raise RequestError(str(error), request.structure.field if request.structure else error.param) from error
+    record.generation = service.admit(
+        f"{id_prefix}-{record.request_id}",
+        prompts,
+        params,
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt,
+    )
+    return record.generation
+
+
+def choice_of(generation: Generation, index: int, output: CompletionOutput) -> Choice:
+    """A choice as it stands."""
     tokens = None
     if output.logprobs is not None:
         texts = [
@@ -117,7 +145,21 @@ def _view(generation: Generation, form: Form, index: int, output: CompletionOutp
         ]
         tokens = ScoredTokens(texts, output.logprobs)
     prompt_logprobs = generation.prompt_logprobs(index)
-    return form.view(Choice(index, output.text, tokens, output.finish_reason, output.stop_reason, prompt_logprobs))
+    return Choice(index, output.text, tokens, output.finish_reason, output.stop_reason, prompt_logprobs)
+
+
+def _best(
+    outputs: list[tuple[int, CompletionOutput]], num_choices: int, num_kept: int
+) -> list[tuple[int, CompletionOutput]]:
+    """Of so many choices of each prompt the best, best first; prompts stay in order."""
+
+    def rank(found: tuple[int, CompletionOutput]) -> tuple[int, float]:
+        index, output = found
+        assert output.cumulative_logprob is not None, "log-probabilities were asked for"
+        return index // num_choices, -output.cumulative_logprob / max(len(output.token_ids), 1)
+
+    ranked = sorted(outputs, key=rank)
+    return [one for place, one in enumerate(ranked) if place % num_choices < num_kept]
 
 
 async def _chunks(
@@ -126,7 +168,7 @@ async def _chunks(
     no_usage = None if include_usage else UNSET
     sent: dict[int, Sent] = {}
     async for index, output in generation.updates():
-        choice = _view(generation, form, index, output)
+        choice = form.view(choice_of(generation, index, output))
         for step in form.steps(choice, sent.get(index)):
             yield form.chunk(**head, choices=[step], usage=no_usage)
         sent[index] = sent.get(index, Sent()).with_all_of(choice)

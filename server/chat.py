@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import RequestError
 from jaxpage.server.answer import Choice, Form, Sent, answer
-from jaxpage.server.logprobs import of_prompt
-from jaxpage.server.protocol import (
+from jaxpage.server.chat_protocol import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -17,68 +17,67 @@ from jaxpage.server.protocol import (
     ChatDelta,
     ChatMessage,
     ChatRequest,
+    FunctionCall,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
 )
+from jaxpage.server.conversation import Conversation, converse
+from jaxpage.server.logprobs import of_prompt
 from jaxpage.server.service import encode, read_request, service_of
-
-RESERVED_TEMPLATE_KWARGS = frozenset(
-    {"self", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
-)
-"""What the server itself gives to the chat template."""
+from jaxpage.server.splitter import CallDelta, Delta, Splitter
 
 
 async def chat_completions(http_request: Request) -> Response:
     """Answers in one piece or, with `stream`, as server-sent events."""
     request, body = await read_request(http_request, ChatRequest)
-    engine = service_of(http_request).engine
-    params = request.engine_params(max_tokens(request), engine.max_model_len)
-    kwargs = template_kwargs(request)
-    token_ids = await encode(body, lambda: engine.encode_chat(request.messages, **kwargs))
-    return await answer(http_request, request, [token_ids], params, _form(request))
+    service = service_of(http_request)
+    conversation = await encode(body, lambda: converse(service.engine, service.dialect, request))
+    form = _form(conversation, request.top_logprobs or 0)
+    try:
+        return await answer(http_request, request, [conversation.token_ids], conversation.params, form)
+    except RequestError as error:
+        raise conversation.in_clients_words(error) from error
 
 
-def max_tokens(request: ChatRequest) -> int | None:
-    """The cap on generated tokens, None for the rest of the context; `max_completion_tokens` wins over the old name."""
-    name, value = "max_tokens", request.max_tokens
-    if request.max_completion_tokens is not None:
-        name, value = "max_completion_tokens", request.max_completion_tokens
-    if value is not None and value < 1:
-        raise RequestError(f"{name} is {value}: it must be at least 1, or left out for the rest of the context", name)
-    return value
-
-
-def template_kwargs(request: ChatRequest) -> dict[str, Any]:
-    """The client's own variables for the chat template, such as `enable_thinking`."""
-    kwargs = request.chat_template_kwargs or {}
-    if reserved := sorted(RESERVED_TEMPLATE_KWARGS & kwargs.keys()):
-        raise RequestError(f"chat_template_kwargs may not set {', '.join(reserved)}", "chat_template_kwargs")
-    return kwargs
-
-
-def _form(request: ChatRequest) -> Form:
-    num_top = request.top_logprobs or 0
+def _form(conversation: Conversation, num_top: int) -> Form:
+    splitters: dict[int, Splitter] = {}
+    """Of the choices that are streamed."""
 
     def whole(choice: Choice) -> ChatChoice:
+        splitter = conversation.splitter()
         return ChatChoice(
             index=choice.index,
-            message=ChatMessage(content=choice.text),
+            message=message_of(splitter.split(choice.text)),
             logprobs=None if choice.tokens is None else choice.tokens.of_chat(num_top),
-            finish_reason=choice.finish_reason,
+            finish_reason=conversation.finish_reason(splitter, choice.finish_reason),
             stop_reason=choice.stop_reason,
         )
 
     def steps(choice: Choice, sent: Sent | None) -> Iterator[ChatChunkChoice]:
-        """A choice opens with its role, goes on with text, and closes with an empty delta and the finish reason."""
+        """A choice opens with its role, goes on with its parts, and closes with an empty delta and the finish reason.
+
+        The log-probabilities of new tokens come with the first of the parts that they belong to, all of them.
+        """
+        splitter = splitters.setdefault(choice.index, conversation.splitter())
         if sent is None:
             yield ChatChunkChoice(index=choice.index, delta=ChatDelta(role="assistant", content=""))
         text, tokens = (sent or Sent()).rest_of(choice)
-        if text or (tokens is not None and tokens.texts):
-            logprobs = None if tokens is None else tokens.of_chat(num_top)
-            yield ChatChunkChoice(index=choice.index, delta=ChatDelta(content=text), logprobs=logprobs)
+        new = splitter.feed(text)
+        if choice.finish_reason is not None:
+            new += splitter.finish()
+        logprobs = tokens.of_chat(num_top) if tokens is not None and tokens.texts else None
+        deltas = list(_deltas(new))
+        if not deltas and logprobs is not None:
+            deltas = [ChatDelta()]
+        for delta in deltas:
+            yield ChatChunkChoice(index=choice.index, delta=delta, logprobs=logprobs)
+            logprobs = None
         if choice.finish_reason is not None:
             yield ChatChunkChoice(
                 index=choice.index,
                 delta=ChatDelta(),
-                finish_reason=choice.finish_reason,
+                finish_reason=conversation.finish_reason(splitter, choice.finish_reason),
                 stop_reason=choice.stop_reason,
             )
 
@@ -86,3 +85,39 @@ def _form(request: ChatRequest) -> Form:
         return {} if choice.prompt_logprobs is None else {"prompt_logprobs": of_prompt(choice.prompt_logprobs)}
 
     return Form("chatcmpl", reply=ChatCompletion, chunk=ChatChunk, choice=whole, steps=steps, of_reply=of_reply)
+
+
+def message_of(whole: Delta) -> ChatMessage:
+    """A whole answer as the message it is."""
+    calls = [
+        ToolCall(id=call.id or "", function=FunctionCall(name=call.name or "", arguments=call.arguments))
+        for call in whole.calls
+    ]
+    has_others = bool(calls or whole.reasoning)
+    return ChatMessage(
+        content=None if has_others and not whole.content else whole.content,
+        reasoning_content=whole.reasoning or UNSET,
+        reasoning=whole.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+def _deltas(new: Delta) -> Iterator[ChatDelta]:
+    """What is new of a message, one kind at a time: clients may look at only one of a delta's fields."""
+    if new.reasoning:
+        yield ChatDelta(reasoning_content=new.reasoning, reasoning=new.reasoning)
+    if new.content:
+        yield ChatDelta(content=new.content)
+    if new.calls:
+        yield ChatDelta(tool_calls=[_call_delta(call) for call in new.calls])
+
+
+def _call_delta(call: CallDelta) -> ToolCallDelta:
+    if call.name is None:
+        return ToolCallDelta(index=call.index, function=FunctionDelta(arguments=call.arguments))
+    return ToolCallDelta(
+        index=call.index,
+        id=call.id or "",
+        type="function",
+        function=FunctionDelta(name=call.name, arguments=call.arguments),
+    )

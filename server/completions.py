@@ -30,9 +30,11 @@ async def completions(http_request: Request) -> Response:
     # The engine takes no prompt without drawing a token behind it.
     params = request.engine_params(1 if request.only_echo else max_tokens, engine.max_model_len)
     prompts = split_prompts(request.prompt)
-    if (num_choices := len(prompts) * (request.n or 1)) > MAX_CHOICES:
+    if (num_choices := len(prompts) * request.num_generated) > MAX_CHOICES:
         raise RequestError(
-            f"{len(prompts)} prompts with n={request.n or 1} are {num_choices} choices: at most {MAX_CHOICES}", "prompt"
+            f"{len(prompts)} prompts with {request.num_generated} each are {num_choices} choices: at most "
+            f"{MAX_CHOICES}",
+            "prompt",
         )
 
     def encode_prompts() -> list[list[int]]:
@@ -45,7 +47,7 @@ async def completions(http_request: Request) -> Response:
         echo = _Echo(
             [p if isinstance(p, str) else engine.decode(p, skip_special_tokens) for p in prompts],
             [[engine.token_text(token_id) for token_id in ids] for ids in token_ids],
-            request.n or 1,
+            request.num_generated,
             request.only_echo,
         )
     return await answer(http_request, request, token_ids, params, _form(request, echo))
@@ -101,13 +103,15 @@ class _Echo:
 
 
 def _form(request: CompletionRequest, echo: _Echo | None) -> Form:
+    num_kept = None if request.num_generated == (request.n or 1) else request.n or 1
+
     def choice_behind(sent: Sent, choice: Choice) -> CompletionChoice:
         text, tokens = sent.rest_of(choice)
         asked = request.prompt_logprobs is not None and choice.prompt_logprobs is not None
         return CompletionChoice(
             index=choice.index,
             text=text,
-            logprobs=None if tokens is None else tokens.of_completion(sent.offset),
+            logprobs=None if tokens is None or request.num_logprobs is None else tokens.of_completion(sent.offset),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             prompt_logprobs=of_prompt(choice.prompt_logprobs or ()) if asked else UNSET,
@@ -119,6 +123,11 @@ def _form(request: CompletionRequest, echo: _Echo | None) -> Form:
             yield step
 
     form = Form(
-        "cmpl", reply=Completion, chunk=Completion, choice=functools.partial(choice_behind, Sent()), steps=steps
+        "cmpl",
+        reply=Completion,
+        chunk=Completion,
+        choice=functools.partial(choice_behind, Sent()),
+        steps=steps,
+        num_kept=num_kept,
     )
     return form if echo is None else dataclasses.replace(form, view=echo.view, count=echo.count)

@@ -1,18 +1,28 @@
 """What an exception looks like to a client.
 
-In: any exception that ends a request. Out: an HTTP status and OpenAI's error object. What is not jaxpage's own is told
-to the log, never to the client.
+In: any exception that ends a request. Out: an HTTP status and OpenAI's error object, or Anthropic's on its routes. What
+is not jaxpage's own is told to the log, never to the client.
 """
 
-import logging
+from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import EngineDeadError, RequestError
+from jaxpage.server.request_log import ANTHROPIC_PREFIX, record_of, route_path
 
-logger = logging.getLogger(__name__)
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
@@ -30,14 +40,38 @@ class ErrorBody(msgspec.Struct):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(msgspec.Struct, kw_only=True):
+    """The inside of Anthropic's error object."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, kw_only=True):
+    """Anthropic's error object, and error event."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorDetail
+    request_id: str
+
+
 class ApiError(Exception):
     """A request ends with this HTTP status; `code` is OpenAI's machine-readable word for it."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.headers = headers
 
 
 def shutting_down() -> ApiError:
@@ -60,8 +94,21 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
             status, message, param, code = error.status_code, error.detail, None, None
         case _:
             status, message, param, code = 500, "internal server error: the server's log has the cause", None, None
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return status, ErrorBody(ErrorDetail(message=message, type=kind, param=param, code=code))
+    return status, ErrorBody(ErrorDetail(message=message, type=_kind_of(status), param=param, code=code))
+
+
+def describe_to_anthropic(error: Exception, request_id: str) -> tuple[int, AnthropicError]:
+    """The same for clients of Anthropic's protocol."""
+    status, body = describe(error)
+    kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    detail = AnthropicErrorDetail(type=kind, message=body.error.message)
+    return status, AnthropicError(error=detail, request_id=request_id)
+
+
+def _kind_of(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
 
 
 def is_unexpected(error: Exception) -> bool:
@@ -69,8 +116,12 @@ def is_unexpected(error: Exception) -> bool:
     return not isinstance(error, ApiError | RequestError | EngineDeadError | HTTPException)
 
 
-def error_response(error: Exception) -> Response:
-    """`error` as a whole HTTP response."""
-    status, body = describe(error)
-    headers = error.headers if isinstance(error, HTTPException) else None
+def error_response(error: Exception, request: Request) -> Response:
+    """`error` as a whole HTTP response to `request`."""
+    body: ErrorBody | AnthropicError
+    if route_path(request.scope).startswith(ANTHROPIC_PREFIX):
+        status, body = describe_to_anthropic(error, record_of(request).request_id)
+    else:
+        status, body = describe(error)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException | ApiError) else None
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

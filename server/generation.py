@@ -5,6 +5,7 @@ in the engine when the client leaves, when the engine fails or when the server's
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,20 @@ class Generation:
     cumulative, so a client that reads slowly gets larger steps and never a backlog.
     """
 
-    def __init__(self, streams: Sequence["RequestStream"], n: int, on_close: Callable[["Generation"], None]) -> None:
+    def __init__(
+        self,
+        streams: Sequence["RequestStream"],
+        n: int,
+        on_close: Callable[["Generation"], None],
+        timeout: float | None = None,
+    ) -> None:
+        """`timeout`: seconds after which it ends with a 504; None for no such limit."""
         self._streams = streams
         self._n = n
         self._on_close = on_close
+        self._timer = timeout and asyncio.get_running_loop().call_later(timeout, self._time_out, timeout)
+        self.first_output_time: float | None = None
+        """When the first token came, in seconds as `time.perf_counter` counts them."""
         self._latest: dict[int, CompletionOutput] = {}
         self._progress: dict[int, tuple[int, str | None]] = {}
         """Tokens and finish reason of each choice."""
@@ -42,6 +53,22 @@ class Generation:
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
         self._pumps = [asyncio.create_task(self._pump(index, stream)) for index, stream in enumerate(streams)]
+
+    @property
+    def num_choices_of_each(self) -> int:
+        """Of each prompt."""
+        return self._n
+
+    @property
+    def num_choices(self) -> int:
+        """Of all prompts."""
+        return len(self._streams) * self._n
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why its choices have ended, each reason once; None while one has not, or never will."""
+        reasons = [reason for _, reason in self._progress.values() if reason is not None]
+        return ",".join(sorted(set(reasons))) if reasons and len(reasons) == len(self._progress) else None
 
     @property
     def usage(self) -> Usage:
@@ -91,11 +118,23 @@ class Generation:
 
     def close(self) -> None:
         """Free everything the request holds; safe at any time and more than once."""
+        if self._timer:
+            self._timer.cancel()
         for pump in self._pumps:
             pump.cancel()
         for stream in self._streams:
             stream.abort()
         self._on_close(self)
+
+    def _time_out(self, timeout: float) -> None:
+        self.fail(
+            ApiError(
+                504,
+                f"the request took more than {timeout:g} s: ask for fewer tokens, or raise --request-timeout",
+                code="request_timeout",
+                headers={"X-Should-Retry": "false"},  # a client that tries again would only wait as long again
+            )
+        )
 
     async def _pump(self, index: int, stream: "RequestStream") -> None:
         try:
@@ -109,6 +148,8 @@ class Generation:
 
     def _take(self, stream_index: int, request_output: RequestOutput) -> None:
         """Keep what has grown. Raises an error if the engine has ended one of the sequences early."""
+        if self.first_output_time is None:
+            self.first_output_time = time.perf_counter()
         self._num_cached_tokens[stream_index] = request_output.num_cached_tokens
         self._prompt_logprobs[stream_index] = request_output.prompt_logprobs
         for index, output in enumerate(request_output.outputs, stream_index * self._n):

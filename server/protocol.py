@@ -1,7 +1,7 @@
-"""OpenAI's completions and chat protocol as types.
+"""OpenAI's protocol as types: what its routes share, and completions. Chat is in `chat_protocol`.
 
-In: the body of a request, any bytes at all. Out: a checked `CompletionRequest` or `ChatRequest`, or `RequestError`. The
-response structs are here, too; what OpenAI always sends is always sent, null included.
+In: the body of a request, any bytes at all. Out: a checked `GenerationRequest`, or `RequestError`. The response structs
+are here, too; what OpenAI always sends is always sent, null included.
 
 Unknown fields are tolerated. A known field that jaxpage does not implement is refused as soon as its value would change
 the answer; the `neutral` tables list those fields and the values that would not. So is an option of sampling in a beam
@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from jaxpage.errors import RequestError
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.server.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprob
+from jaxpage.server.logprobs import CompletionLogprobs, PromptLogprob
 from jaxpage.server.structure import FIELDS as STRUCTURE_FIELDS
 from jaxpage.server.structure import Structure, structure_of
 
@@ -25,34 +25,15 @@ Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Neutral = Mapping[str, tuple[object, ...]]
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
-_NEUTRAL: Neutral = {
+NEUTRAL: Neutral = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "truncate_prompt_tokens": (),
 }
 _COMPLETION_NEUTRAL: Neutral = {
-    **_NEUTRAL,
-    "best_of": (1,),
+    **NEUTRAL,
     "prompt_embeds": (),
     "suffix": ("",),
-}
-_CHAT_NEUTRAL: Neutral = {
-    **_NEUTRAL,
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (False,),
-    "audio": (),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "reasoning_effort": ("none",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": ("medium",),
-    "web_search_options": (),
 }
 _NEUTRAL_IN_BEAM_SEARCH: Neutral = {
     "allowed_token_ids": (),
@@ -86,12 +67,21 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """The fields that completions and chat share. Ranges are `SamplingParams`' and `BeamSearchParams`' business."""
+class ModelRequest(msgspec.Struct, kw_only=True):
+    """What every request that needs the model has."""
 
     neutral: ClassVar[Neutral]
+    """Fields that are not supported, and the values that would change nothing."""
 
     model: str | None = None
+
+    def check(self) -> None:
+        """Raises `RequestError` for values that are wrong only together."""
+
+
+class GenerationRequest(ModelRequest, kw_only=True):
+    """The fields that all requests to generate share. Ranges are `SamplingParams`' and `BeamSearchParams`' business."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Int64 | None = None
@@ -223,6 +213,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     neutral: ClassVar[Neutral] = _COMPLETION_NEUTRAL
 
     prompt: str | list[str | Int64 | list[Int64]]
+    best_of: Int64 | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
 
@@ -246,30 +237,33 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return self.num_logprobs
 
     @property
+    def num_generated(self) -> int:
+        """Choices that are generated of each prompt, of which the best `n` are kept."""
+        return self.best_of or self.n or 1
+
+    def check(self) -> None:
+        """As for all requests; what is ranked at the end can be neither fewer than `n` nor streamed."""
+        super().check()
+        if self.best_of is None:
+            return
+        if self.best_of < (n := self.n or 1):
+            raise RequestError(f"best_of is {self.best_of}, and n is {n}: it must be at least as much", "best_of")
+        if self.best_of > n and (self.stream or self.use_beam_search):
+            other = "a stream" if self.stream else "a beam search"
+            raise RequestError(f"best_of is {self.best_of}, and {other} has no choices to leave out", "best_of")
+
+    def engine_params(self, max_tokens: int | None, max_model_len: int) -> SamplingParams | BeamSearchParams:
+        """As for all requests, with as many choices, and what they are ranked by, as `best_of` needs."""
+        params = super().engine_params(max_tokens, max_model_len)
+        if isinstance(params, BeamSearchParams) or self.num_generated == params.n:
+            return params
+        options = {"n": self.num_generated, "logprobs": params.logprobs or 0}
+        return SamplingParams(**{name: getattr(params, name) for name in params.__struct_fields__} | options)
+
+    @property
     def only_echo(self) -> bool:
         """Whether nothing is to be generated: the prompt is wanted back, with its log-probabilities."""
         return bool(self.echo) and self.max_tokens == 0
-
-
-class ChatRequest(GenerationRequest, kw_only=True):
-    """Body of POST /v1/chat/completions. The messages themselves are checked where the template is rendered."""
-
-    neutral: ClassVar[Neutral] = _CHAT_NEUTRAL
-
-    messages: list[dict[str, Any]]
-    max_completion_tokens: Int64 | None = None
-    top_logprobs: Int64 | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    @property
-    def num_logprobs(self) -> int | None:
-        if not isinstance(self.logprobs, bool | None):
-            raise RequestError(
-                f"logprobs is {self.logprobs}: it is true or false in a chat, see top_logprobs", "logprobs"
-            )
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError(f"top_logprobs is {self.top_logprobs}, and it needs logprobs=true", "top_logprobs")
-        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
@@ -310,64 +304,7 @@ class Completion(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-class ChatMessage(msgspec.Struct, kw_only=True):
-    """The assistant's answer."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str
-
-
-class ChatChoice(msgspec.Struct, kw_only=True):
-    """One answer."""
-
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-
-class ChatCompletion(msgspec.Struct, kw_only=True):
-    """Response of /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-
-
-class ChatDelta(msgspec.Struct, kw_only=True):
-    """What is new of an answer; the role comes once, in the first delta of a choice."""
-
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """A step of one answer."""
-
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
-
-
-class ChatChunk(msgspec.Struct, kw_only=True):
-    """Chunk of a stream of /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-
-
-def decode[RequestT: GenerationRequest](body: bytes, request_type: type[RequestT]) -> RequestT:
+def decode[RequestT: ModelRequest](body: bytes, request_type: type[RequestT]) -> RequestT:
     """The typed request in `body`. Raises `RequestError` that names the field at fault, whatever the bytes are."""
     try:
         fields = msgspec.json.decode(body)
@@ -402,5 +339,5 @@ def _is_among(value: object, neutral: tuple[object, ...]) -> bool:
 
 def _field_at_fault(message: str) -> str | None:
     """The top-level field that a msgspec message is about: its path, or the name of a missing field."""
-    found = re.search(r"at `\$\.(\w+)|missing required field `(\w+)`", message)
-    return found and (found[1] or found[2])
+    found = re.search(r"at `\$\.(\w+)", message) or re.search(r"missing required field `(\w+)`", message)
+    return found and found[1]

@@ -13,17 +13,20 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import socket
+import stat
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import uvicorn
 
-from jaxpage.config import EngineConfig, ServerConfig
+from jaxpage.config import EngineConfig
 from jaxpage.errors import ConfigError, JaxpageError
 from jaxpage.server.app import build_app
 from jaxpage.server.service import Service
+from jaxpage.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from jaxpage.async_engine import AsyncEngine
@@ -42,7 +45,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until a signal or a failure; returns the exit code. Failures are logged in one line, never raised."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
-        with contextlib.closing(bind(server_config.host, server_config.port)) as listener:
+        with listening(server_config) as listener:
             # Imported only now: it brings the tokenizer's libraries, and a taken port is told at once.
             from jaxpage.async_engine import AsyncEngine
 
@@ -50,6 +53,21 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     except JaxpageError as error:
         logger.error("%s", error)
         return 1
+
+
+@contextlib.contextmanager
+def listening(config: ServerConfig) -> Iterator[socket.socket]:
+    """A listening socket, gone afterwards. Raises `ConfigError` that names what cannot be had."""
+    if config.uds is None:
+        with contextlib.closing(bind(config.host, config.port)) as listener:
+            yield listener
+        return
+    with contextlib.closing(bind_path(config.uds)) as listener:
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(config.uds)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -63,16 +81,35 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
 
 
+def bind_path(path: str) -> socket.socket:
+    """A listening Unix socket, in place of one that a killed server has left. Raises `ConfigError` that names it."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if is_abandoned(path):
+            os.unlink(path)
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}: choose another with --uds") from error
+    return listener
+
+
+def is_abandoned(path: str) -> bool:
+    """Whether `path` is a Unix socket that nobody listens on."""
+    if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+    return False
+
+
 async def run(engine: "AsyncEngine", listener: socket.socket, server_config: ServerConfig) -> int:
     """Load `engine`, serve it on `listener`, stop both; returns the exit code."""
-    model_name = server_config.served_model_name or engine.model_name
-    app = build_app(
-        engine,
-        model_name,
-        enable_debug_routes=server_config.enable_debug_routes,
-        vllm_metric_names=server_config.vllm_metric_names,
-        web_page=server_config.web_page,
-    )
+    app = build_app(engine, server_config)
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -81,13 +118,18 @@ async def run(engine: "AsyncEngine", listener: socket.socket, server_config: Ser
         lifespan="off",
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        ws="none",
+        root_path=server_config.root_path,
+        **server_config.tls_options(),
     )
     server = Server(config)
     with signals() as signalled:
         try:
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             told = asyncio.create_task(signalled.get())
-            failing = asyncio.create_task(run_engine(engine, model_name, url_of(listener)))
+            failing = asyncio.create_task(
+                run_engine(app.state.service, url_of(listener, server_config), server_config.uds)
+            )
             await asyncio.wait({serving, told, failing}, return_when=asyncio.FIRST_COMPLETED)
             if told.done():
                 logger.info("%s: running requests have %g s", told.result(), server_config.shutdown_timeout)
@@ -104,12 +146,15 @@ async def run(engine: "AsyncEngine", listener: socket.socket, server_config: Ser
             await engine.shutdown()
 
 
-async def run_engine(engine: "AsyncEngine", model_name: str, url: str) -> None:
-    """Load `engine` and watch it. Returns, having logged why, when it could not start or has died."""
-    print(f"listening on {url} while {model_name} loads", flush=True)
+async def run_engine(service: Service, url: str, uds: str | None) -> None:
+    """Load the service's engine and watch it. Returns, having logged why, when it could not start or has died."""
+    engine, model_name = service.engine, service.model_name
+    where, option = (url, "") if uds is None else (f"{url}, Unix socket {uds}", f"--unix-socket {uds} ")
+    print(f"listening on {where} while {model_name} loads", flush=True)
     try:
         await engine.start()
         await engine.wait_ready()
+        _ = service.dialect  # it logs what is chosen
     except JaxpageError as error:
         logger.error("cannot serve %s: %s", model_name, error)
         return
@@ -118,7 +163,7 @@ async def run_engine(engine: "AsyncEngine", model_name: str, url: str) -> None:
         return
     message = json.dumps({"messages": [{"role": "user", "content": "What is a cat?"}], "max_tokens": 32})
     print(f"ready: {model_name} at {url}/v1, at most {engine.max_model_len} tokens per request; try", flush=True)
-    print(f"  curl {url}/v1/chat/completions -d '{message}'", flush=True)
+    print(f"  curl {option}{url}/v1/chat/completions -d '{message}'", flush=True)
     await engine.wait_dead()
     logger.error("the engine died: open requests end with an error, the server stops")
 
@@ -163,8 +208,11 @@ def signals() -> Iterator[asyncio.Queue[str]]:
             loop.remove_signal_handler(number)
 
 
-def url_of(listener: socket.socket) -> str:
-    """An address at which `listener` can be reached from this machine."""
+def url_of(listener: socket.socket, config: ServerConfig) -> str:
+    """An address at which `listener` can be reached from this machine, without a proxy's prefix."""
+    scheme = "http" if config.ssl_certfile is None else "https"
+    if config.uds is not None:
+        return f"{scheme}://localhost"
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.server.dialect import Dialect, dialect_of
 from jaxpage.server.errors import ApiError, shutting_down
 from jaxpage.server.generation import Generation
-from jaxpage.server.protocol import GenerationRequest, decode
+from jaxpage.server.protocol import ModelRequest, decode
+from jaxpage.server.response_store import ResponseStore
+from jaxpage.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from jaxpage.async_engine import AsyncEngine, RequestStream
 
-MAX_BODY_BYTES = 16 * 2**20
-"""Longest request body; a longer one is answered with 413."""
+RETRY_AFTER_SECONDS = "1"
+"""When a client that was refused may ask again."""
 LONG_BODY_BYTES = 32 * 2**10
 """From here on a request is encoded in a thread, so that tokens of others do not wait for it."""
 
@@ -30,11 +33,32 @@ class Service:
     """One model served by one engine."""
 
     engine: "AsyncEngine"
-    model_name: str
-    """The model's id in the API."""
+    config: ServerConfig
     draining: bool = False
     """Set when the server has been told to stop: new requests are refused."""
     open_generations: set[Generation] = field(default_factory=set)
+    response_store: ResponseStore = field(init=False)
+    _dialect: Dialect | None = None
+
+    def __post_init__(self) -> None:
+        self.response_store = ResponseStore(self.config.max_stored_responses)
+
+    @property
+    def dialect(self) -> Dialect:
+        """How the model writes reasoning and calls; known once the engine is ready."""
+        if self._dialect is None:
+            self._dialect = dialect_of(self.engine, self.config)
+        return self._dialect
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The model's ids in the API, the one that answers carry first."""
+        return self.config.served_model_name or (self.engine.model_name,)
+
+    @property
+    def model_name(self) -> str:
+        """The model's id in answers."""
+        return self.model_names[0]
 
     def check_available(self) -> None:
         """Raises a 503 while the engine loads, once it is dead, and when the server is shutting down."""
@@ -46,9 +70,9 @@ class Service:
             raise ApiError(503, f"{self.model_name} is still loading: try again in a moment", code="loading")
 
     def check_model(self, name: str | None) -> None:
-        """Raises a 404 unless `name` is absent or the served model's; a trailing slash does not matter."""
-        if name is not None and self.model_name not in (name, name.rstrip("/")):
-            message = f"the model {name!r} does not exist: this server serves {self.model_name!r}"
+        """Raises a 404 unless `name` is absent or one of the served model's; a trailing slash does not matter."""
+        if name is not None and not {name, name.rstrip("/")} & {*self.model_names}:
+            message = f"the model {name!r} does not exist: this server serves {', '.join(map(repr, self.model_names))}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def admit(
@@ -62,8 +86,9 @@ class Service:
     ) -> Generation:
         """Start all prompts (token ids), each with all its choices, or none. Whoever admits must close.
 
-        Raises `RequestError` or `EngineDeadError`.
+        Raises `RequestError` or `EngineDeadError`, and a 429 when too many requests wait already.
         """
+        self._check_queue()
         streams: list[RequestStream] = []
         try:
             for index, token_ids in enumerate(prompts):
@@ -76,9 +101,26 @@ class Service:
                 stream.abort()
             raise
         n = params.beam_width if isinstance(params, BeamSearchParams) else params.n
-        generation = Generation(streams, n, on_close=self.open_generations.discard)
+        generation = Generation(streams, n, self.open_generations.discard, self.config.request_timeout)
         self.open_generations.add(generation)
         return generation
+
+    def _check_queue(self) -> None:
+        """Raises a 429 once as many sequences are open as may run and wait.
+
+        A request counts with all its sequences once it is open, and is never too large to be let in itself.
+        """
+        if (most := self.config.max_num_waiting) is None:
+            return
+        places = self.engine.max_num_seqs + most
+        if sum(generation.num_choices for generation in self.open_generations) >= places:
+            raise ApiError(
+                429,
+                f"{self.engine.max_num_seqs} sequences run at once, {most} more may wait, and all places are taken: "
+                "try again later",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": RETRY_AFTER_SECONDS},
+            )
 
     def end_open_requests(self) -> None:
         """End what is still running with a 503, in a stream with an error event: the server's time is up."""
@@ -93,7 +135,7 @@ def service_of(request: Request) -> Service:
     return service
 
 
-async def read_request[RequestT: GenerationRequest](
+async def read_request[RequestT: ModelRequest](
     http_request: Request, request_type: type[RequestT]
 ) -> tuple[RequestT, bytes]:
     """The checked request in the body, and the body. Raises what keeps it from being served."""
@@ -107,16 +149,18 @@ async def read_request[RequestT: GenerationRequest](
 
 async def read_body(request: Request) -> bytes:
     """The body of `request`. Raises a 413 if it is too long, after reading on a while so that the client hears it."""
+    most = service_of(request).config.max_request_bytes
     size = 0
     chunks: list[bytes] = []
     async for chunk in request.stream():
         size += len(chunk)
-        if size <= MAX_BODY_BYTES:
+        if size <= most:
             chunks.append(chunk)
-        elif size > 4 * MAX_BODY_BYTES:
+        elif size > 4 * most:
             break
-    if size > MAX_BODY_BYTES:
-        raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes", code="request_too_large")
+    if size > most:
+        message = f"the body is longer than {most} bytes: shorten it or raise --max-request-bytes"
+        raise ApiError(413, message, code="request_too_large")
     return b"".join(chunks)
 
 

@@ -1,12 +1,14 @@
-"""From a generation to an HTTP response: whole, or as server-sent events in OpenAI's framing.
+"""From a generation to an HTTP response: whole, or as server-sent events.
 
-In: a `Generation` and what makes chunks, or one reply, of it. Out: a response that closes the generation, whatever
-happens. A stream is `data:` lines that end with `[DONE]`, also after an error, which is sent as an event of its own.
+In: a `Generation` and what makes events, or one reply, of it. Out: a response that closes the generation, whatever
+happens. Completions and chat send `data:` lines that end with `[DONE]`, also after an error, which is sent as an event
+of its own; newer protocols name their events, and have their own for an error.
 """
 
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -32,23 +34,21 @@ async def whole_response(
         return Response(msgspec.json.encode(reply(outputs)), media_type="application/json")
 
 
-async def event_response(
-    http_request: Request, generation: Generation, chunks: AsyncIterator[msgspec.Struct]
-) -> Response:
-    """A stream of `chunks`, once the first token is there: what fails before it still gets a status of its own."""
+async def event_response(http_request: Request, generation: Generation, frames: AsyncIterator[bytes]) -> Response:
+    """A stream of `frames`, once the first token is there: what fails before it still gets a status of its own."""
     try:
         await unless_disconnected(http_request, generation.started())
     except BaseException:
         generation.close()
         raise
-    return EventStream(chunks, generation)
+    return EventStream(frames, generation)
 
 
 class EventStream(StreamingResponse):
-    """Sends `chunks` and closes `generation` after the last, or when the client has left."""
+    """Sends `frames` and closes `generation` after the last, or when the client has left."""
 
-    def __init__(self, chunks: AsyncIterator[msgspec.Struct], generation: Generation) -> None:
-        super().__init__(frames(chunks), headers=HEADERS, media_type="text/event-stream")
+    def __init__(self, frames: AsyncIterator[bytes], generation: Generation) -> None:
+        super().__init__(frames, headers=HEADERS, media_type="text/event-stream")
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,17 +57,44 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def frames(chunks: AsyncIterator[msgspec.Struct]) -> AsyncIterator[bytes]:
-    """`chunks` as events. An exception becomes an error event, as the status line is long gone."""
+async def data_frames(chunks: AsyncIterator[msgspec.Struct]) -> AsyncIterator[bytes]:
+    """`chunks` as events without names. An exception becomes an error event, as the status line is long gone."""
     try:
         async for chunk in chunks:
-            yield _frame(chunk)
+            yield _data(chunk)
     except Exception as error:
-        if is_unexpected(error):
-            logger.exception("a stream ended with an error")
-        yield _frame(describe(error)[1])
+        _note(error)
+        yield _data(describe(error)[1])
     yield DONE
 
 
-def _frame(event: msgspec.Struct) -> bytes:
+class NamedEvent(Protocol):
+    """An event that is sent under its type's name."""
+
+    @property
+    def type(self) -> str: ...
+
+
+async def named_frames(
+    events: AsyncIterator[NamedEvent], last_after: Callable[[Exception], NamedEvent]
+) -> AsyncIterator[bytes]:
+    """`events` under their names; `last_after` makes the last one of an exception."""
+    try:
+        async for event in events:
+            yield _named(event)
+    except Exception as error:
+        _note(error)
+        yield _named(last_after(error))
+
+
+def _note(error: Exception) -> None:
+    if is_unexpected(error):
+        logger.exception("a stream ended with an error")
+
+
+def _data(event: object) -> bytes:
     return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def _named(event: NamedEvent) -> bytes:
+    return b"event: " + event.type.encode() + b"\n" + _data(event)

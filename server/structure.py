@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpage.errors import RequestError
-from jaxpage.sampling_params import StructuredOutputsParams
+from jaxpage.sampling_params import STRUCTURE_KINDS, StructuredOutputsParams
 
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-KINDS = StructuredOutputsParams.__struct_fields__
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +31,26 @@ def structure_of(fields: Mapping[str, Any]) -> Structure | None:
         names = " and ".join(structure.field for structure in found)
         raise RequestError(f"{names} each say what the text must be: give one of them", found[1].field)
     return found[0] if found else None
+
+
+def structure_of_format(field: str, found: Any, other: Structure | None) -> Structure | None:
+    """What the `format` in a field of the newer protocols asks for, where a schema stands beside its type.
+
+    other: what the request's other fields ask for.
+    """
+    if found is None:
+        return other
+    if not isinstance(found, Mapping):
+        raise RequestError(f"{field}.format is {found!r}: it must be an object with a type", field)
+    flat = found.get("type") == "json_schema"
+    try:
+        params = _of_response_format({**found, "json_schema": found} if flat else found)
+    except RequestError as error:
+        name = "response_format.json_schema" if flat else "response_format"
+        raise RequestError(str(error).replace(name, f"{field}.format"), field) from None
+    if params is not None and other is not None:
+        raise RequestError(f"{field} and {other.field} each say what the text must be: give one of them", field)
+    return other if params is None else Structure(field, params)
 
 
 def _read(field: str, value: Any) -> StructuredOutputsParams | None:
@@ -68,6 +87,8 @@ def _of_response_format(response_format: Mapping[str, Any]) -> StructuredOutputs
 
 def _of_structured(structured: Mapping[str, Any]) -> StructuredOutputsParams:
     given = {name: value for name, value in structured.items() if value not in (None, False)}
-    if unknown := sorted(given.keys() - set(KINDS)):
-        raise RequestError(f"structured_outputs.{unknown[0]} is not supported: it may have one of {', '.join(KINDS)}")
+    if unknown := sorted(given.keys() - set(STRUCTURE_KINDS)):
+        raise RequestError(
+            f"structured_outputs.{unknown[0]} is not supported: it may have one of {', '.join(STRUCTURE_KINDS)}"
+        )
     return StructuredOutputsParams(**given)

@@ -10,7 +10,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from jaxpage.errors import RequestError
-from jaxpage.sampling_params import StructuredOutputsParams
+from jaxpage.sampling_params import STRUCTURE_KINDS, StructuredOutputsParams
 
 WHITESPACE = r"[ \t\r\n]{0,16}"
 """Between the parts of JSON text: enough for pretty printing, and no way to write white space for ever."""
@@ -35,12 +35,14 @@ def check_tokens(grammar: str, tokenizer: LLTokenizer) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _grammar_of(params: StructuredOutputsParams, special_tokens: frozenset[str]) -> str:
-    name = next(name for name in params.__struct_fields__ if getattr(params, name) not in (None, False))
+    name = next(name for name in STRUCTURE_KINDS if getattr(params, name) not in (None, False))
     value = getattr(params, name)
     if isinstance(value, str) and len(value) > MAX_GRAMMAR_CHARS:
         raise RequestError(f"{name} has {len(value)} characters: at most {MAX_GRAMMAR_CHARS}", name)
     try:
         grammar = _build(name, value, special_tokens)
+        if params.preamble is not None:
+            grammar = _behind(params.preamble, grammar)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{name} cannot be read: {_first_lines(str(error))}", name) from error
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
@@ -63,6 +65,13 @@ def _build(name: str, value: Any, special_tokens: frozenset[str]) -> str:
             return grammar_from("grammar", value)
         case _:
             return _of_structural_tag(json.loads(value), special_tokens)
+
+
+def _behind(preamble: str, grammar: str) -> str:
+    """The grammar of texts that begin with what the rules for `preamble` allow, and go on with `grammar`'s."""
+    parts = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
+    first = {"lark_grammar": f"start: preamble @answer\n{preamble}"}
+    return json.dumps({"grammars": [first, {**parts[0], "name": "answer"}, *parts[1:]]})
 
 
 def _of_schema(schema: Any) -> str:

@@ -2,6 +2,7 @@
 
 import { BlockMap } from "./block_map.js";
 import { Chat } from "./chat.js";
+import { askForKey, keyHeaders } from "./key.js";
 import { Numbers } from "./numbers.js";
 
 const POLL_MS = 500;
@@ -12,6 +13,7 @@ const NOTICES = {
   loading: "The model is loading. The chat opens as soon as it is ready.",
   stopping: "The server is shutting down and takes no new requests.",
   dead: "The engine has died: the server's log has the cause, and a restart is needed.",
+  locked: "This server needs an API key.",
   unreachable: "The server does not answer. Trying again every two seconds.",
 };
 
@@ -27,7 +29,7 @@ async function watch() {
     if (document.hidden) await new Promise((seen) => document.addEventListener("visibilitychange", seen, { once: true }));
     const live = await ask();
     showState(live?.state ?? "unreachable");
-    if (live) {
+    if (live?.model) {
       model.textContent = live.model;
       document.title = `${live.model} · jaxpage`;
       numbers.show(live);
@@ -37,10 +39,11 @@ async function watch() {
   }
 }
 
-/** What /live tells; null when nothing answers. */
+/** What /live tells, or that it tells nothing without a key; null when nothing answers. */
 async function ask() {
   try {
-    const response = await fetch("live", { signal: AbortSignal.timeout(TIMEOUT_MS) });
+    const response = await fetch("live", { headers: keyHeaders(), signal: AbortSignal.timeout(TIMEOUT_MS) });
+    if (response.status === 401) return { state: "locked" };
     return response.ok ? await response.json() : null;
   } catch {
     return null;
@@ -53,6 +56,7 @@ function showState(name) {
   state.textContent = name;
   notice.textContent = NOTICES[name] ?? "";
   notice.hidden = !(name in NOTICES);
+  askForKey(name === "locked");
   chat.isAvailable = name === "ready";
 }
 

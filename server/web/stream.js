@@ -1,5 +1,7 @@
 // The chat route, as the page calls it. In: messages and sampling fields. Out: an async iterator of the stream's chunks.
 
+import { keyHeaders } from "./key.js";
+
 /** What the server, or the way to it, has answered instead; `param` names the field at fault where there is one. */
 export class ChatError extends Error {
   constructor(message, param = null) {
@@ -22,7 +24,7 @@ export async function* chatChunks(request, signal) {
 }
 
 async function post(body, signal) {
-  const headers = { "Content-Type": "application/json" };
+  const headers = { "Content-Type": "application/json", ...keyHeaders() };
   try {
     return await fetch("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
   } catch (error) {

@@ -19,6 +19,7 @@ from fake_engine import FakeEngine, Script
 from served import served, wait_until
 
 from jaxpage.server.app import build_app
+from jaxpage.server_config import ServerConfig
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: ./scripts/test_browser")
 expect = playwright.expect
@@ -53,7 +54,7 @@ def engine() -> FakeEngine:
 def open_page(browser: Any, engine: FakeEngine) -> Iterator[OpenPage]:
     """Opens the page, and fails if anything on it has thrown, was refused by its policy, or asked someone else."""
     faults: list[str] = []
-    with served(build_app(engine, "fake-model")) as url:  # type: ignore[arg-type]
+    with served(build_app(engine, ServerConfig(served_model_name=("fake-model",)))) as url:  # type: ignore[arg-type]
 
         def open_page(*, is_ready: bool = True, **options: Any) -> Any:
             page = browser.new_context(**options).new_page()
@@ -336,3 +337,19 @@ def test_it_fits_its_window_in_both_schemes(
     for used in (page, other):
         used.keyboard.press("Escape")
     expect(page.locator("#running")).to_have_text("0")
+
+
+def test_a_server_with_keys_asks_for_one_and_tells_nothing_without(browser: Any, engine: FakeEngine) -> None:
+    with served(build_app(engine, ServerConfig(api_key=("right",)))) as url:  # type: ignore[arg-type]
+        page = browser.new_context().new_page()
+        page.set_default_timeout(GUARD_MS)
+        page.goto(url)
+        for key, state in (("wrong", "locked"), ("right", "ready")):
+            expect(page.locator("#state")).to_have_text("locked")
+            page.get_by_label("API key").fill(key)
+            page.get_by_role("button", name="Use").click()
+            expect(page.locator("#state")).to_have_text(state)
+        expect(page.get_by_label("API key")).to_be_hidden()
+        ask(page, "hello")
+        expect(page.get_by_text("Answer complete")).to_be_attached()
+        page.context.close()

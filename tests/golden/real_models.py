@@ -3,16 +3,15 @@
 import importlib.util
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from host import core_of, exchanged_host
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.engine_core import EngineCore
-from jaxpage.kv_cache.manager import KVCacheManager
-from jaxpage.loops import LOOPS
 from jaxpage.outputs import RequestOutput
 from jaxpage.scheduler import Scheduler
 
@@ -62,21 +61,13 @@ class Model:
 
     @property
     def core(self) -> EngineCore:
-        core = self.llm._engine._core  # type: ignore[union-attr]
-        assert isinstance(core, EngineCore)
-        return core
+        return core_of(self.llm)
 
-    @contextmanager
-    def host(self, *, caching: bool, num_blocks: int | None = None, mode: str = "resident") -> Iterator[Scheduler]:
+    def host(
+        self, *, caching: bool, num_blocks: int | None = None, mode: str = "resident"
+    ) -> AbstractContextManager[Scheduler]:
         """Serve with an empty cache, and with this much of it."""
-        num_blocks = num_blocks or self.core.runner.num_blocks
-        layout = self.core.runner.layout
-        kv_cache = KVCacheManager(num_blocks, layout, max_step_tokens=MAX_STEP_TOKENS, enable_prefix_caching=caching)
-        scheduler = Scheduler(kv_cache, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_STEP_TOKENS)
-        self.core.loop = LOOPS[mode](scheduler, self.core.runner)
-        yield scheduler
-        kv_cache.check_integrity()
-        assert kv_cache.pool.usage == 0
+        return exchanged_host(self.llm, num_blocks=num_blocks, mode=mode, caching=caching)
 
     def alone(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[RequestOutput]:
         """The prompts one after another."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+from host import exchanged_host
 
 from jaxpage import LLM, Logprob, RequestOutput, SamplingParams
 from jaxpage.config import LOOP_NAMES
@@ -146,18 +147,15 @@ def test_b04_a_prompt_asked_for_again_is_computed_again(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("mode", LOOP_NAMES)
-def test_b04_chunked_and_preempted_prompts_have_the_values_of_plain_ones(
-    llm: LLM, tiny_options: dict[str, Any], mode: str
-) -> None:
+def test_b04_chunked_and_preempted_prompts_have_the_values_of_plain_ones(llm: LLM, mode: str) -> None:
     """Three prompts of 40 tokens and 40 more to generate, in chunks of 16, where two of them and a bit fit."""
     prompts = [tiny.prompt(40 + shift)[shift:] for shift in (0, 3, 5)]
     params = greedy(40, prompt_logprobs=1, logprobs=1)
     plain = [ask(llm, [prompt], params)[0] for prompt in prompts]
-    options = tiny_options | {"block_size": 16, "num_blocks": 12, "engine_mode": mode, "max_num_seqs": 4}
-    with LLM(**options, multiprocess=False) as small:
-        outputs = ask(small, prompts, params)
-        assert small.stats["num_preemptions"] > 0
-        beside = ask(small, [tiny.prompt(7), *prompts], greedy(40, prompt_logprobs=-1))
+    with exchanged_host(llm, num_blocks=48, max_num_seqs=4, mode=mode) as small:
+        outputs = ask(llm, prompts, params)
+        assert small.num_preemptions > 0
+        beside = ask(llm, [tiny.prompt(7), *prompts], greedy(40, prompt_logprobs=-1))
     for got, expected in zip(outputs, plain, strict=True):
         assert got.outputs[0].token_ids == expected.outputs[0].token_ids
         check_equal(got.prompt_logprobs or [], expected.prompt_logprobs or [])

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from host import exchanged_host
 from paged_forward import LoadedModel, compiled_ops
 from sampler_reference import Row, reference_logprobs, reference_scores
 
-from jaxpage import LLM, RequestOutput, SamplingParams
+from jaxpage import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from jaxpage.config import LOOP_NAMES
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -170,28 +171,25 @@ def test_options_give_the_same_alone_together_in_any_row_and_from_cached_prefixe
 
 
 @pytest.mark.parametrize("mode", LOOP_NAMES)
-def test_b06_options_give_the_same_in_every_mode_after_preemption(
-    llm: LLM, tiny_options: dict[str, Any], mode: str
-) -> None:
+def test_b06_options_give_the_same_in_every_mode_after_preemption(llm: LLM, mode: str) -> None:
     """With log-probabilities, which are as many as there are tokens, also where a text is streamed."""
     requests = varied(60)
     expected = alone(llm, requests)
-    options = tiny_options | {"num_blocks": 60, "engine_mode": mode}
-    with LLM(**options, multiprocess=False) as small:
-        assert together(small, requests) == expected
-        assert small.stats["num_preemptions"] > 0
-        before = small.stats["num_preemptions"]
-        params = SamplingParams(
-            max_tokens=100, ignore_eos=True, frequency_penalty=0.5, logprobs=1, seed=3, skip_special_tokens=False
-        )
-        outputs = generate(small, ["a" * 5, "b" * 5, "c" * 5], params)
-        assert small.stats["num_preemptions"] > before
-        for prompt, output in zip("abc", outputs, strict=True):
-            [solo] = generate(llm, prompt * 5, params)
-            assert output.outputs[0].token_ids == solo.outputs[0].token_ids
+    params = SamplingParams(
+        max_tokens=100, ignore_eos=True, frequency_penalty=0.5, logprobs=1, seed=3, skip_special_tokens=False
+    )
+    solos = [generate(llm, letter * 5, params)[0].outputs[0] for letter in "abc"]
+    with exchanged_host(llm, num_blocks=60, mode=mode) as small:
+        assert together(llm, requests) == expected
+        before = small.num_preemptions
+        assert before > 0
+        outputs = generate(llm, [letter * 5 for letter in "abc"], params)
+        assert small.num_preemptions > before
+        for letter, output, solo in zip("abc", outputs, solos, strict=True):
+            assert output.outputs[0].token_ids == solo.token_ids
             assert len(output.outputs[0].token_ids) == len(output.outputs[0].logprobs or []) == 100
-            *_, last = small.stream(prompt * 5, params)
-            assert last.outputs[0].text == solo.outputs[0].text
+            *_, last = llm.stream(letter * 5, params)
+            assert last.outputs[0].text == solo.text
 
 
 @pytest.mark.parametrize(
@@ -199,13 +197,12 @@ def test_b06_options_give_the_same_in_every_mode_after_preemption(
     [
         {"allowed_token_ids": (ord("t"),)}, {"logit_bias": {ord("t"): 100}}, {"bad_words": ("P", "I?")},
         {"repetition_penalty": 3.0, "frequency_penalty": 2.0, "presence_penalty": 2.0},
-        {"min_tokens": 30, "stop_token_ids": tuple(range(32, 64))},
+        {"min_tokens": 30, "stop_token_ids": tuple(range(32, 64))}, {"logits_processors": ("nowhere",)},
+        {"structured_outputs": StructuredOutputsParams(regex="[a-f]*")},
     ],
     ids=lambda options: "+".join(options),
 )  # fmt: skip
-def test_b19_a_constraint_stays_with_its_request_and_leaves_its_row_with_it(
-    llm: LLM, tiny_options: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_b19_a_constraint_stays_with_its_request_and_leaves_its_row_with_it(llm: LLM, options: dict[str, Any]) -> None:
     """Three rows: the fourth request takes the first one's, the fifth that of the one with a constraint."""
     plain = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     constrained = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, **options)
@@ -218,9 +215,9 @@ def test_b19_a_constraint_stays_with_its_request_and_leaves_its_row_with_it(
         ("F", SamplingParams(max_tokens=20, seed=9, ignore_eos=True)),
     ]
     expected = alone(llm, requests)
-    with LLM(**tiny_options | {"max_num_seqs": 3}, multiprocess=False) as narrow:
-        assert together(narrow, requests) == expected
-        assert together(narrow, requests[::-1]) == expected[::-1]
+    with exchanged_host(llm, max_num_seqs=3):
+        assert together(llm, requests) == expected
+        assert together(llm, requests[::-1]) == expected[::-1]
     assert expected[2] != alone(llm, [("A", plain)])[0]
 
 

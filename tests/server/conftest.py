@@ -12,6 +12,7 @@ from served import GUARD_SECONDS, served, wait_until
 from starlette.applications import Starlette
 
 from jaxpage.server.app import build_app
+from jaxpage.server_config import ServerConfig
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
@@ -24,6 +25,25 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
+def named_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a whole stream of a protocol that names them, each under its own type."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for block in filter(None, response.text.split("\n\n")):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def ready_engine(**options: Any) -> Any:
+    """A fake engine that is ready; to the type checker, whatever a test takes it for."""
+    engine = FakeEngine(**options)
+    engine.is_ready = True
+    return engine
+
+
 def asgi(
     engine: FakeEngine,
     method: str,
@@ -34,7 +54,7 @@ def asgi(
     **kwargs: Any,
 ) -> httpx.Response:
     """The answer of `app`, or of an application of its own, to one request, without a socket."""
-    app = app or build_app(engine, engine.model_name, enable_debug_routes=enable_debug_routes)  # type: ignore[arg-type]
+    app = app or build_app(engine, ServerConfig(enable_debug_routes=enable_debug_routes))  # type: ignore[arg-type]
 
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://fake") as client:
@@ -48,7 +68,7 @@ def shared_server() -> Iterator[tuple[FakeEngine, str]]:
     """A fake engine that is ready, and the URL under which it is served."""
     engine = FakeEngine()
     engine.is_ready = True
-    with served(build_app(engine, "fake", enable_debug_routes=True)) as url:  # type: ignore[arg-type]
+    with served(build_app(engine, ServerConfig(enable_debug_routes=True))) as url:  # type: ignore[arg-type]
         yield engine, url
 
 
@@ -59,6 +79,7 @@ def engine(shared_server: tuple[FakeEngine, str]) -> Iterator[FakeEngine]:
     yield engine
     engine.scripts.clear()
     engine.seen_params.clear()
+    engine.seen_prompts.clear()
     engine.seen_options.clear()
     engine.encoding_threads.clear()
     engine.max_num_seqs = 1000

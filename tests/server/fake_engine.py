@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from jaxpage.chat_template import ChatTemplates, check_variables
 from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
 from jaxpage.metrics import Metrics
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -22,6 +23,7 @@ BLOCK_SIZE = 4
 KEPT_BLOCK_IDS = [1, 590, 591, 592]
 """Cached blocks; the first is shared by all requests that run."""
 VOCAB_SIZE = 0x110000
+CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<bot>"
 FOREVER = 10**9
 
 
@@ -58,13 +60,16 @@ class FakeEngine:
         bos: bool = False,
         load_seconds: float = 0.0,
         load_error: JaxpageError | None = None,
+        chat_template: str | None = CHAT_TEMPLATE,
     ) -> None:
         self.model_name = model_name
         self.max_model_len = max_model_len
+        self.vocab_size = VOCAB_SIZE
         self.max_num_seqs = max_num_seqs
         self.bos = bos
         self.load_seconds = load_seconds
         self.load_error = load_error
+        self.chat_templates = ChatTemplates({} if chat_template is None else {"default": chat_template})
         self.scripts: dict[str, Script] = {}
         self.is_ready = False
         self.is_dead = False
@@ -76,6 +81,7 @@ class FakeEngine:
         self.snapshot_seconds = 0.0
         """How long a snapshot takes, as when the engine is in a long step."""
         self.seen_params: list[SamplingParams | BeamSearchParams] = []
+        self.seen_prompts: list[list[int]] = []
         self.seen_options: list[dict[str, Any]] = []
         self.seen_template_kwargs: list[dict[str, Any]] = []
         self.encoding_threads: list[int] = []
@@ -112,6 +118,8 @@ class FakeEngine:
         return "".join(map(self.token_text, token_ids))
 
     def token_text(self, token_id: int) -> str:
+        if 0xD800 <= token_id < 0xE000:
+            return "\ufffd"  # half a character, which no text may hold
         return chr(token_id) if token_id != 1 else ""
 
     async def prepare(self, params: SamplingParams | BeamSearchParams) -> None:
@@ -119,13 +127,19 @@ class FakeEngine:
             grammar_of(params.structured_outputs, frozenset())
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
-        assert tools is None
-        self.seen_template_kwargs.append(template_kwargs)
-        if not messages:
-            raise RequestError("messages is empty", "messages")
-        return self.encode("".join(f"<{m.get('role')}>{_content_text(m.get('content'))}" for m in messages) + "<bot>")
+        kwargs = chat_template_kwargs or {}
+        check_variables(kwargs)
+        self.seen_template_kwargs.append(
+            kwargs if add_generation_prompt else {**kwargs, "add_generation_prompt": False}
+        )
+        return self.encode(self.chat_templates.render(messages, tools, kwargs), add_special_tokens=False)
 
     @property
     def stats(self) -> dict[str, float]:
@@ -215,6 +229,7 @@ class FakeEngine:
         if len(ids) >= self.max_model_len:
             raise RequestError(f"prompt has {len(ids)} tokens, max_model_len is {self.max_model_len}", "prompt")
         self.seen_params.append(params)
+        self.seen_prompts.append(ids)
         self.seen_options.append(options)
         text = "".join(map(chr, ids))
         script = next((script for piece, script in self.scripts.items() if piece in text), Script())
@@ -277,7 +292,7 @@ class FakeStream:
     async def _step(self) -> RequestOutput:
         await asyncio.sleep(self._script.delay)
         while self in self._engine.waiting and len(self._engine.running) >= self._engine.max_num_seqs:
-            await self._pause()
+            await self._pause(1 + len(self._engine.waiting) // 8)
         if self in self._engine.waiting:
             self._engine.waiting.remove(self)
             self._engine.running.append(self)
@@ -305,9 +320,9 @@ class FakeStream:
         entries = [logprobs_of(token_id, wanted) for token_id in self._prompt_ids[1:]]
         return dataclasses.replace(output, prompt_logprobs=[None, *entries])
 
-    async def _pause(self) -> None:
+    async def _pause(self, times: int = 1) -> None:
         self._check_alive()
-        await asyncio.sleep(POLL_SECONDS)
+        await asyncio.sleep(times * POLL_SECONDS)
 
     def _check_alive(self) -> None:
         if self._engine.is_dead:
@@ -331,18 +346,11 @@ class FakeStream:
         logprobs = None
         if (wanted := self._params.logprobs) is not None:
             logprobs = [logprobs_of(token_id, wanted) for token_id in token_ids]
-        return CompletionOutput(index, text, token_ids, finish_reason, stop_reason, logprobs=logprobs)
+        cumulative = None if logprobs is None else -float(len(token_ids) * (index % 3))
+        return CompletionOutput(index, text, token_ids, finish_reason, stop_reason, cumulative, logprobs)
 
 
 def logprobs_of(token_id: int, wanted: int) -> dict[int, Logprob]:
     """Of a token that ranks third, with the letters from A on before and behind it."""
     entry = {token_id: Logprob(-1.5, 3, chr(token_id))}
     return entry | {65 + i: Logprob(-0.5 * (i + 1), i + 1, chr(65 + i)) for i in range(wanted)}
-
-
-def _content_text(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        raise RequestError("messages has a part that is not text: this model reads text only", "messages")
-    return "\n".join(part["text"] for part in content)

@@ -13,10 +13,11 @@ from typing import Any
 
 from fake_engine import FakeEngine, FakeStream, Script
 
-from jaxpage.config import EngineConfig, ServerConfig
+from jaxpage.config import EngineConfig
 from jaxpage.errors import ModelLoadError
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.server.serve import serve
+from jaxpage.server_config import ServerConfig
 
 
 class MortalEngine(FakeEngine):

@@ -24,7 +24,9 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 @contextlib.contextmanager
 def served(app: ASGIApp) -> Iterator[str]:
     """The URL under which `app` is served meanwhile."""
-    config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, lifespan="off")
+    config = uvicorn.Config(
+        app, log_config=None, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=600
+    )
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

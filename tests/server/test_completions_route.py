@@ -132,6 +132,37 @@ def test_a15_what_does_not_fit_is_refused_before_the_stream_starts(
     assert "max_model_len is 64" in message
 
 
+def test_best_of_keeps_the_choices_that_are_most_probable_per_token_and_counts_all(
+    client: httpx.Client, engine: FakeEngine
+) -> None:
+    answer = complete(client, prompt=["ab", "c"], n=2, best_of=3, seed=5, max_tokens=2, echo=True).json()
+    # The fake's first choice has a log-probability of 0 per token, the second of -1, the third of -2.
+    found = [(choice["index"], choice["text"], choice["logprobs"]) for choice in answer["choices"]]
+    assert found == [(0, "ab5:", None), (1, "ab6:", None), (2, "c5:", None), (3, "c6:", None)]
+    assert answer["usage"]["completion_tokens"] == 2 * 3 * 2
+    with_logprobs = complete(client, best_of=2, max_tokens=2, logprobs=1).json()["choices"]
+    assert [len(choice["logprobs"]["tokens"]) for choice in with_logprobs] == [2]
+    assert complete(client, best_of=1, max_tokens=2).json()["choices"][0]["text"] == Script().text[:2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 2, "use_beam_search": True}, "best_of"),
+        ({"best_of": 2, "temperature": 0}, "n"),
+        ({"best_of": 1000}, "n"),
+    ],
+)
+def test_best_of_is_refused_where_there_is_nothing_to_choose_from(
+    client: httpx.Client, fields: dict[str, object], param: str
+) -> None:
+    answer = complete(client, **fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
 def test_too_many_choices_are_refused_before_any_is_started(client: httpx.Client, engine: FakeEngine) -> None:
     response = complete(client, prompt=["a"] * 100, n=100)
     assert response.status_code == 400

@@ -13,6 +13,7 @@ from fake_engine import BLOCK_SIZE, KEPT_BLOCK_IDS, NUM_BLOCKS, FakeEngine, Scri
 from jaxpage.server import live
 from jaxpage.server.app import build_app
 from jaxpage.server.live import blocks_of, short_id
+from jaxpage.server_config import ServerConfig
 
 
 def snapshot(num_blocks: int, tables: dict[str, list[list[int]]], cached: list[int]) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def test_it_answers_whatever_state_the_engine_is_in(state: str) -> None:
     engine = FakeEngine()
     engine.is_ready = state == "stopping"
     engine.is_dead = state == "dead"
-    app = build_app(engine, "fake")  # type: ignore[arg-type]
+    app = build_app(engine, ServerConfig())  # type: ignore[arg-type]
     app.state.service.draining = state == "stopping"
 
     async def ask() -> httpx.Response:
@@ -131,7 +132,7 @@ def test_all_who_look_share_a_snapshot() -> None:
     engine = FakeEngine()
     engine.is_ready = True
     engine.snapshot_seconds = 0.05
-    app = build_app(engine, "fake")  # type: ignore[arg-type]
+    app = build_app(engine, ServerConfig())  # type: ignore[arg-type]
 
     async def look() -> list[httpx.Response]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://fake") as client:
@@ -153,7 +154,7 @@ def test_a_snapshot_that_takes_long_to_read_is_taken_less_often(monkeypatch: pyt
     monkeypatch.setattr(live, "blocks_of", read)
     engine = FakeEngine()
     engine.is_ready = True
-    app = build_app(engine, "fake")  # type: ignore[arg-type]
+    app = build_app(engine, ServerConfig())  # type: ignore[arg-type]
 
     async def look_twice() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://fake") as client:

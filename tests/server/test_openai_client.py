@@ -1,12 +1,17 @@
 """OpenAI's own Python client against the server."""
 
+import asyncio
 from collections.abc import Iterator
 
 import openai
 import pytest
-from conftest import GUARD_SECONDS
+from conftest import GUARD_SECONDS, ready_engine
 from fake_engine import FakeEngine, Script
 from openai.types.chat import ChatCompletionMessageParam
+from served import served
+
+from jaxpage.server.app import build_app
+from jaxpage.server_config import ServerConfig
 
 TEXT = Script().text
 
@@ -50,6 +55,64 @@ def test_cached_tokens_are_read_by_the_client(openai_client: openai.OpenAI, engi
         assert usage is not None
         assert usage.prompt_tokens_details is not None
         assert usage.prompt_tokens_details.cached_tokens == 4
+
+
+def test_the_async_client_streams_several_chats_at_once(url: str) -> None:
+    async def one(client: openai.AsyncOpenAI, seed: int) -> str:
+        stream = await client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "hello"}], seed=seed, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=GUARD_SECONDS) as client:
+            return await asyncio.gather(*(one(client, seed) for seed in range(8)))
+
+    assert asyncio.run(all_of_them()) == [f"{seed}:{TEXT}" for seed in range(8)]
+
+
+def test_responses_are_created_continued_read_and_deleted(openai_client: openai.OpenAI) -> None:
+    first = openai_client.responses.create(model="fake", input="one", instructions="be brief")
+    assert (first.output_text, first.status) == (TEXT, "completed")
+    second = openai_client.responses.create(model="fake", input="two", previous_response_id=first.id)
+    assert second.usage is not None
+    assert second.usage.input_tokens == len(f"<user>one<assistant>{TEXT}<user>two<bot>")
+    assert openai_client.responses.retrieve(first.id) == first
+    openai_client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        openai_client.responses.retrieve(first.id)
+
+
+def test_the_responses_stream_helper_collects_the_final_response(openai_client: openai.OpenAI) -> None:
+    with openai_client.responses.stream(model="fake", input="hello") as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(deltas) == final.output_text == TEXT
+    assert final.usage is not None
+    assert final.usage.output_tokens == len(TEXT)
+
+
+def test_a_refusal_of_an_overloaded_server_is_tried_again(url: str, engine: FakeEngine) -> None:
+    """The client waits as long as Retry-After says; a time-out, which says not to, it does not try again."""
+    full = build_app(ready_engine(max_num_seqs=0), ServerConfig(max_num_waiting=0, log_requests=False))
+    slow_engine = ready_engine()
+    slow_engine.scripts["slow"] = Script(stall_after=0)
+    slow = build_app(slow_engine, ServerConfig(request_timeout=0.05))
+    with served(full) as full_url, served(slow) as slow_url:
+        with openai.OpenAI(base_url=f"{full_url}/v1", api_key="none", max_retries=1) as client:
+            with pytest.raises(openai.RateLimitError) as refused:
+                client.completions.create(model="fake", prompt="a")
+            assert refused.value.request.headers["x-stainless-retry-count"] == "1"
+        with openai.OpenAI(base_url=f"{slow_url}/v1", api_key="none", max_retries=1) as client:
+            with pytest.raises(openai.InternalServerError) as late:
+                client.completions.create(model="fake", prompt="slow")
+            assert late.value.request.headers["x-stainless-retry-count"] == "0"
+
+
+def test_the_request_id_is_read_by_the_client(openai_client: openai.OpenAI) -> None:
+    headers = {"X-Request-Id": "mine"}
+    answer = openai_client.completions.create(model="fake", prompt="a", extra_headers=headers)
+    assert answer._request_id == "mine"
 
 
 def test_models_can_be_listed_and_looked_up(openai_client: openai.OpenAI) -> None:

@@ -15,6 +15,7 @@ from fake_engine import FakeEngine
 from starlette.applications import Starlette
 
 from jaxpage.server.app import build_app
+from jaxpage.server_config import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "server" / "web").iterdir())
@@ -87,7 +88,7 @@ def test_modules_import_only_each_other() -> None:
 
 @pytest.mark.parametrize("path", ["/", "/live", "/web/app.js"])
 def test_all_of_it_can_be_left_out(path: str) -> None:
-    app: Starlette = build_app(FakeEngine(), "fake", web_page=False)  # type: ignore[arg-type]
+    app: Starlette = build_app(FakeEngine(), ServerConfig(web_page=False))  # type: ignore[arg-type]
     assert asgi(FakeEngine(), "GET", path, app=app).status_code == 404
     assert asgi(FakeEngine(), "GET", path).status_code == 200
 

@@ -1,5 +1,6 @@
 """The README's examples, run as they stand there."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -9,6 +10,10 @@ from pathlib import Path
 
 import pytest
 from server_process import server_process
+
+from jaxpage.config import EngineConfig, flag
+from jaxpage.options import read_config_file
+from jaxpage.server_config import ServerConfig
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 GUARD_SECONDS = 400.0
@@ -38,9 +43,33 @@ def test_the_offline_examples_complete_chat_and_search() -> None:
     assert "Paris" in printed
 
 
-def test_the_openai_client_example_streams_an_answer(url: str) -> None:
-    (example,) = [block for block in blocks("python") if "OpenAI(" in block]
-    assert len(run_python(example.replace("http://127.0.0.1:8000", url), "-c").split()) > 5
+@pytest.mark.parametrize("call", ["chat.completions", "responses.create", "messages.stream"])
+def test_the_clients_examples_get_an_answer(url: str, call: str) -> None:
+    (example,) = [block for block in blocks("python") if call in block]
+    assert "http://127.0.0.1:8000" in example
+    assert len(run_python(example.replace("http://127.0.0.1:8000", url), "-c").split()) > 2
+
+
+def test_the_config_files_example_holds_only_options(tmp_path: Path) -> None:
+    (example,) = blocks("yaml")
+    file = tmp_path / "server.yaml"
+    file.write_text(example)
+    options = read_config_file(str(file), (EngineConfig, ServerConfig))
+    assert options["served_model_name"] == ("smollm2-135m", "gpt-3.5-turbo")
+
+
+def test_every_option_of_the_server_that_is_told_exists() -> None:
+    section = README.split("## Running a server")[1].split("## Python")[0]
+    known = {flag(field.name) for config in (EngineConfig, ServerConfig) for field in dataclasses.fields(config)}
+    told = {re.sub("^--no-", "--", name) for name in re.findall(r"`(--[a-z-]+)", section)}
+    assert len(told) > 10
+    assert told <= known
+
+
+def test_the_tools_example_calls_the_function(url: str) -> None:
+    (example,) = [block for block in blocks("python") if "tool_calls" in block]
+    client = f'from openai import OpenAI\nclient = OpenAI(base_url="{url}/v1", api_key="none")\n'
+    assert run_python(client + example, "-c").startswith('get_weather {"city": "')
 
 
 def test_the_curl_example_answers(url: str) -> None:

@@ -4,9 +4,11 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
+import openai
+import pydantic
 import pytest
 from conftest import events
 from server_process import server_process
@@ -185,3 +187,49 @@ def test_b22_penalties_change_what_they_say_and_no_log_probability(client: httpx
         assert {token: found[token] for token in expected} == pytest.approx(expected, abs=1e-3)
         if "repetition_penalty" not in options:
             assert first["logprobs"]["tokens"][0] == plain["logprobs"]["tokens"][0]
+
+
+def test_a09_an_enum_of_many_bytes_streams_whole_characters(client: httpx.Client) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "sign", "schema": {"enum": ["🦙漢字é"]}}}
+    streamed = joined(client, max_tokens=40, response_format=schema)
+    assert "\ufffd" not in streamed["text"]
+    assert json.loads(streamed["text"]) == "🦙漢字é"
+    assert streamed["finish_reason"] == "stop"
+
+
+def test_a08_log_probabilities_within_a_grammar_are_strict_json(client: httpx.Client) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "Yes or no?"}],
+        "max_tokens": 8, "logprobs": True, "top_logprobs": 5, "structured_outputs": {"choice": ["yes", "no"]},
+    }  # fmt: skip
+    [choice] = strict(client.post("/v1/chat/completions", json=body))["choices"]
+    assert choice["message"]["content"] in ("yes", "no")
+    assert "".join(entry["token"] for entry in choice["logprobs"]["content"]).startswith(choice["message"]["content"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cannot_be_honoured_is_a_400_before_anything_is_sent(client: httpx.Client, stream: bool) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    response = complete(
+        client, stream=stream, response_format={"type": "json_schema", "json_schema": {"schema": schema}}
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "response_format"
+    assert "uniqueItems" in response.json()["error"]["message"]
+
+
+class Cat(pydantic.BaseModel):
+    colour: Literal["black", "white"]
+    lives: Annotated[int, pydantic.Field(ge=1, le=9)]
+
+
+def test_the_openai_client_parses_a_model_of_its_own(client: httpx.Client) -> None:
+    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none") as openai_client:
+        completion = openai_client.chat.completions.parse(
+            model="smollm2-135m",
+            messages=[{"role": "user", "content": "Describe a cat."}],
+            response_format=Cat,
+            max_tokens=60,
+            temperature=0,
+        )
+    assert isinstance(completion.choices[0].message.parsed, Cat)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,13 @@ import pytest
 from conftest import events
 from server_process import ServerProcess, server_process
 
+from jaxpage.errors import ConfigError
+from jaxpage.server.serve import bind_path
+from jaxpage.server_config import ServerConfig
+
 GUARD_SECONDS = 30.0
+CERTIFICATE = Path(__file__).parent / "tls" / "localhost.pem"
+"""A key, and a certificate signed with it, for localhost and 127.0.0.1 until the year 2126."""
 
 
 @contextlib.contextmanager
@@ -46,7 +53,7 @@ def wait_until_blocked(server: ServerProcess, port: int | None) -> None:
 
 
 def test_the_address_and_a_command_to_try_are_printed() -> None:
-    with serving(server={"served_model_name": "my model"}) as server:
+    with serving(server={"served_model_name": ["my model"]}) as server:
         url = server.wait_until_healthy(GUARD_SECONDS)
         server.wait_until(lambda: "curl" in server.output, GUARD_SECONDS)
         [curl] = [line for line in server.lines if "curl" in line]
@@ -56,6 +63,52 @@ def test_the_address_and_a_command_to_try_are_printed() -> None:
         assert answer.json()["model"] == "my model"
         server.signal(signal.SIGTERM)
         assert server.wait(GUARD_SECONDS) == 0
+
+
+def test_a_unix_socket_is_served_replaces_an_abandoned_one_and_is_gone_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as abandoned:
+        abandoned.bind(str(path))
+    transport = httpx.HTTPTransport(uds=str(path))
+    with (
+        serving(server={"uds": str(path)}) as server,
+        httpx.Client(transport=transport, base_url="http://localhost", timeout=GUARD_SECONDS) as client,
+    ):
+        server.wait_until(lambda: "curl" in server.output, GUARD_SECONDS)
+        assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+        assert f"curl --unix-socket {path} http://localhost/v1" in server.output
+        with serving(server={"uds": str(path)}) as second:
+            assert second.wait(GUARD_SECONDS) == 1
+            assert f"cannot listen on {path}" in second.output
+        assert client.get("/health").status_code == 200
+        server.signal(signal.SIGTERM)
+        assert server.wait(GUARD_SECONDS) == 0
+    assert not path.exists()
+
+
+def test_https_is_spoken_with_a_certificate_and_a_proxys_prefix_is_stripped_by_it_alone() -> None:
+    with serving(server={"ssl_certfile": str(CERTIFICATE), "root_path": "/llm"}) as server:
+        server.wait_until(lambda: "listening on https://" in server.output, GUARD_SECONDS)
+        url = server.output.split("listening on ")[1].split()[0]
+        trusted = ssl.create_default_context(cafile=CERTIFICATE)
+        with httpx.Client(base_url=url, verify=trusted, timeout=GUARD_SECONDS) as client:
+            server.wait_until(lambda: "curl" in server.output, GUARD_SECONDS)
+            assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+            assert client.get("/llm/health").status_code == 404
+        server.signal(signal.SIGTERM)
+        assert server.wait(GUARD_SECONDS) == 0
+
+
+def test_files_that_cannot_be_used_are_told_by_name() -> None:
+    with pytest.raises(ConfigError, match="--ssl-certfile /nowhere"):
+        ServerConfig(ssl_certfile="/nowhere.pem").tls_options()
+    with pytest.raises(ConfigError, match="--ssl-certfile"):
+        ServerConfig(ssl_certfile=__file__).tls_options()
+    with pytest.raises(ConfigError, match="cannot listen on /nowhere/socket"):
+        bind_path("/nowhere/socket")
+    with pytest.raises(ConfigError, match="--uds"):
+        bind_path(__file__)  # which is no socket, and stays
+    assert Path(__file__).exists()
 
 
 def test_d01_running_and_queued_requests_finish_after_sigterm() -> None:

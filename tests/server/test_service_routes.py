@@ -8,6 +8,7 @@ from conftest import asgi
 from fake_engine import FakeEngine
 
 from jaxpage.server.app import build_app
+from jaxpage.server_config import ServerConfig
 
 GET = ["/health", "/ping", "/v1/models", "/v1/models/fake"]
 POST = ["/v1/chat/completions", "/v1/completions"]
@@ -57,7 +58,7 @@ def test_the_version_is_told(client: httpx.Client) -> None:
 def test_a_draining_server_refuses_new_requests() -> None:
     engine = FakeEngine()
     engine.is_ready = True
-    app = build_app(engine, "fake")  # type: ignore[arg-type]
+    app = build_app(engine, ServerConfig())  # type: ignore[arg-type]
     app.state.service.draining = True
 
     async def ask() -> httpx.Response:

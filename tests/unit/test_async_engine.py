@@ -38,8 +38,12 @@ def run() -> Iterator[Run]:
 
 
 @pytest.fixture(scope="module")
-def engine(llm: LLM, run: Run, tiny_options: dict[str, Any]) -> Iterator[AsyncEngine]:
-    engine = run(started(tiny_options))
+def engine(
+    llm: LLM, run: Run, tiny_options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[AsyncEngine]:
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text("{{ tools | length }} {{ mood }} {{ messages[0].content }}")
+    engine = run(started(tiny_options | {"chat_template": str(template)}))
     yield engine
     run(engine.shutdown())
 
@@ -67,6 +71,13 @@ def sampled(max_tokens: int = 12, **options: Any) -> SamplingParams:
 
 def tokens_of(output: RequestOutput) -> list[list[int]]:
     return [sequence.token_ids for sequence in output.outputs]
+
+
+def test_a_chat_goes_through_the_given_template_with_tools_and_variables(engine: AsyncEngine) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    token_ids = engine.encode_chat(messages, tools=[{}], chat_template_kwargs={"mood": "calm"})
+    assert engine.decode(token_ids) == "1 calm Hi"
+    assert engine.chat_templates.takes_tools
 
 
 def test_streams_of_several_sequences_end_as_those_of_the_offline_engine(

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
-from jaxpage.cli import _config_of, _parser, main
-from jaxpage.config import EngineConfig, ServerConfig
+from jaxpage.cli import _parser, main
+from jaxpage.config import EngineConfig
+from jaxpage.options import config_of
+from jaxpage.server_config import ServerConfig
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -52,7 +54,7 @@ def test_a_mistake_is_one_line_that_names_it(
 @pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "x"], ["bench", "throughput"]])
 def test_switches_and_values_reach_the_config(command: list[str]) -> None:
     def config(*arguments: str) -> EngineConfig:
-        return _config_of(EngineConfig, _parser().parse_args([*command, *arguments]))
+        return config_of(EngineConfig, _parser().parse_args([*command, *arguments]))
 
     assert config().enable_prefix_caching
     assert not config("--no-enable-prefix-caching").enable_prefix_caching

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from jaxpage.config import EngineConfig, ServerConfig
+from jaxpage.config import EngineConfig
 from jaxpage.errors import ConfigError
+from jaxpage.server_config import ServerConfig
 
 ENGINE_ACCEPTED: list[tuple[str, list[Any]]] = [
     ("dtype", ["auto", "float32", "bfloat16"]),
@@ -79,7 +80,21 @@ def test_a_refused_block_size_comes_with_sizes_that_work() -> None:
         EngineConfig(block_size=24)
 
 
-@pytest.mark.parametrize("options", [{"port": 0}, {"port": 65535}, {"shutdown_timeout": 0}, {"shutdown_timeout": 60.0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"port": 0},
+        {"port": 65535},
+        {"shutdown_timeout": 0},
+        {"shutdown_timeout": 60.0},
+        {"root_path": "/llm/v2"},
+        {"max_request_bytes": 1},
+        {"max_num_waiting": 0},
+        {"max_stored_responses": 0},
+        {"request_timeout": 0.001},
+        {"allowed_origins": ("https://a.example",), "allow_credentials": True},
+    ],
+)
 def test_a_server_option_up_to_the_edge_is_accepted(options: dict[str, Any]) -> None:
     assert dataclasses.asdict(ServerConfig(**options)).items() >= options.items()
 
@@ -89,6 +104,21 @@ def test_a_server_option_up_to_the_edge_is_accepted(options: dict[str, Any]) -> 
     [
         ({"port": -1}, "--port is -1: it must be in [0, 65535]"),
         ({"port": 65536}, "--port is 65536: it must be in [0, 65535]"),
+        ({"root_path": "llm"}, "--root-path is 'llm': it must start with / and not end with it"),
+        ({"root_path": "/"}, "--root-path is '/': it must start with / and not end with it"),
+        ({"ssl_keyfile": "k.pem"}, "--ssl-keyfile is given without its certificate: set --ssl-certfile, too"),
+        ({"api_key": ("a", " ")}, "--api-key holds an empty text: leave it out"),
+        ({"served_model_name": ("",)}, "--served-model-name holds an empty text: leave it out"),
+        ({"max_request_bytes": 0}, "--max-request-bytes is 0: it must be at least 1"),
+        ({"max_num_waiting": -1}, "--max-num-waiting is -1: it must be at least 0"),
+        ({"max_stored_responses": -1}, "--max-stored-responses is -1: it must be at least 0"),
+        ({"request_timeout": 0}, "--request-timeout is 0: it must be more than 0 seconds"),
+        ({"request_timeout": float("nan")}, "--request-timeout is nan: it must be more than 0 seconds"),
+        (
+            {"allow_credentials": True},
+            "--allow-credentials with --allowed-origins '*' lets every page on the web act as its reader: name the "
+            "origins",
+        ),
         ({"shutdown_timeout": -0.5}, "--shutdown-timeout is -0.5: it must be at least 0 seconds"),
     ],
 )

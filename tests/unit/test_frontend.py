@@ -263,6 +263,9 @@ def test_special_tokens_amid_the_text_are_shown_only_on_request() -> None:
     hidden, _ = stream(opened(), ids)[-1]
     shown, _ = stream(opened(params=SamplingParams(skip_special_tokens=False)), ids)[-1]
     assert (completion(hidden).text, completion(shown).text) == ("ab", "a</s>b")
+    for tokens, text in ((("</s>", "<s>"), "a</s>b"), (("<s>",), "ab")):
+        chosen, _ = stream(opened(params=SamplingParams(shown_special_tokens=tokens)), ids)[-1]
+        assert completion(chosen).text == text
 
 
 def test_a_stop_string_across_tokens_ends_the_request_and_the_engine_is_told() -> None:

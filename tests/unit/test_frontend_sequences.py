@@ -169,8 +169,11 @@ def test_a_beam_search_is_one_name_to_the_engine_and_gives_its_sequences_at_the_
 
 
 def test_a_beam_search_carries_what_its_sequences_need_to_end() -> None:
-    params = BeamSearchParams(beam_width=3, max_tokens=9, stop_token_ids=(7,), ignore_eos=True)
+    params = BeamSearchParams(
+        beam_width=3, max_tokens=9, stop_token_ids=(7,), ignore_eos=True, shown_special_tokens=("</s>",)
+    )
     message = opened("Hi", params).message
+    assert message.params.shown_special_tokens == ("</s>",)
     assert (message.beam, message.max_tokens) == (params, 9)
     assert (message.params.stop_token_ids, message.params.ignore_eos, message.params.greedy) == ((7,), True, True)
 

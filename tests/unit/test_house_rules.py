@@ -12,12 +12,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"jaxpage": "jaxpage", "ops": "jaxpage.ops", "models": "jaxpage.models", "server": "jaxpage.server"}
 """Folder at the top of the repository to the package it is installed as."""
-SERVER_SEES = {"async_engine", "config", "errors", "outputs", "sampling_params", "metrics"}
+SERVER_SEES = {"async_engine", "config", "server_config", "errors", "outputs", "sampling_params", "metrics"}
 MODELS_SEE = {"errors"}
 SERVER_STARTERS = {"jaxpage/cli.py", "jaxpage/__main__.py"}
 JAX_FREE_MODULES = [
-    *("scheduler", "request", "wire", "frontend", "tokenizer", "chat_template", "gguf_tokenizer"),
+    *("scheduler", "request", "wire", "frontend", "tokenizer", "chat_template", "tool_prompt", "gguf_tokenizer"),
     *("sampling_params", "beam_search", "beam_group", "policies", "outputs", "config", "errors"),
+    *("server_config", "options"),
 ]
 MAX_LINES = 600
 

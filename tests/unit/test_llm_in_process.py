@@ -15,12 +15,18 @@ from jaxpage.outputs import CompletionOutput, RequestOutput
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 BLOCK_SIZE = 4
+HELLO = [{"role": "user", "content": "Hi"}]
+CHAT_TEMPLATE = "{{ tools[0].function.name }} {{ mood }}: {{ messages[0].content }}{{ add_generation_prompt }}"
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "tiny_logits.npz")
 
 
 @pytest.fixture(scope="module")
-def shared_llm(tiny_options: dict[str, Any], quick_compiles: None) -> Iterator[LLM]:
-    with LLM(**tiny_options, multiprocess=False) as llm:
+def shared_llm(
+    tiny_options: dict[str, Any], quick_compiles: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LLM]:
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    with LLM(**tiny_options, multiprocess=False, chat_template=str(template)) as llm:
         yield llm
 
 
@@ -269,6 +275,16 @@ def test_a_search_finds_the_same_with_its_prompt_in_the_cache(llm: LLM) -> None:
 
 
 # Prefix caching.
+
+
+def test_a_chat_goes_through_the_given_template_with_tools_and_variables(llm: LLM) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    [chat] = llm.chat(HELLO, greedy(), tools=tools, chat_template_kwargs={"mood": "calm"}, add_generation_prompt=False)
+    [plain] = llm.generate("f calm: HiFalse", greedy())
+    assert chat.prompt_token_ids == plain.prompt_token_ids
+    assert chat.outputs[0].token_ids == plain.outputs[0].token_ids
+    with pytest.raises(RequestError, match="messages"):
+        llm.chat(HELLO, chat_template_kwargs={"messages": []})
 
 
 @pytest.fixture(scope="module")

@@ -99,3 +99,9 @@ def test_a_request_that_never_ran_counts_only_as_ended() -> None:
     assert found["jaxpage:request_success_total"] == 1
     assert found["jaxpage:e2e_request_latency_seconds_count"] == 1
     assert found["jaxpage:request_queue_time_seconds_count"] == 0
+
+
+def test_the_processes_own_series_are_given_once_whatever_the_names() -> None:
+    for vllm_names in (False, True):
+        text = filled().render(vllm_names=vllm_names).decode()
+        assert text.count("\nprocess_cpu_seconds_total ") == 1

@@ -32,6 +32,7 @@ ACCEPTED: list[tuple[str, list[Any]]] = [
     ("include_stop_str_in_output", [False, True]),
     ("ignore_eos", [False, True]),
     ("skip_special_tokens", [False, True]),
+    ("shown_special_tokens", [(), ("[TOOL_CALLS]", "[ARGS]")]),
     ("n", [1, 2, MAX_N]),
     ("logprobs", [None, -1, 0, 1, MAX_LOGPROBS]),
     ("prompt_logprobs", [None, -1, 0, 1, MAX_LOGPROBS]),
@@ -59,6 +60,7 @@ REFUSED: list[tuple[str, list[Any]]] = [
     ("include_stop_str_in_output", [0, 1, None, "yes"]),
     ("ignore_eos", [0, 1, None, "yes"]),
     ("skip_special_tokens", [0, 1, None, "yes"]),
+    ("shown_special_tokens", ["[TOOL_CALLS]", (5,), ("",), None]),
     ("n", [0, -1, MAX_N + 1, 1.5, "2", None, True]),
     ("logprobs", [-2, MAX_LOGPROBS + 1, 1.0, "5", False]),
     ("prompt_logprobs", [-2, MAX_LOGPROBS + 1, 1.0, "5", False]),
@@ -80,6 +82,7 @@ BEAM_ACCEPTED: list[tuple[str, list[Any]]] = [
     ("stop_token_ids", [(), (0,), tuple(range(MAX_STOP_TOKEN_IDS))]),
     ("ignore_eos", [False, True]),
     ("skip_special_tokens", [False, True]),
+    ("shown_special_tokens", [(), ("[TOOL_CALLS]", "[ARGS]")]),
 ]
 BEAM_REFUSED: list[tuple[str, list[Any]]] = [
     ("beam_width", [0, -1, MAX_BEAM_WIDTH + 1, 1.5, "2", None, True]),
@@ -89,6 +92,7 @@ BEAM_REFUSED: list[tuple[str, list[Any]]] = [
     ("stop_token_ids", [(-1,), (5, -1), (1.5,), ("a",), (True,)]),
     ("ignore_eos", [0, 1, None, "yes"]),
     ("skip_special_tokens", [0, 1, None, "yes"]),
+    ("shown_special_tokens", ["[TOOL_CALLS]", (5,), ("",), None]),
 ]
 
 

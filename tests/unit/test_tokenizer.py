@@ -195,7 +195,7 @@ def chat_tokenizer(tmp_path: Path, template: Any) -> Tokenizer:
 
 def test_model_without_template_answers_chat_with_advice(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, None)
-    assert not tokenizer.has_chat_template
+    assert not tokenizer.chat_templates
     with pytest.raises(RequestError, match=r"no chat template.*completions.*chat_template\.jinja") as raised:
         tokenizer.encode_chat(CHAT)
     assert raised.value.param == "messages"
@@ -207,6 +207,22 @@ def test_template_files_go_before_the_config(tmp_path: Path) -> None:
     assert chat_tokenizer(tmp_path, "config").apply_chat_template(CHAT) == "config"
     (tmp_path / "chat_template.jinja").write_text("jinja")
     assert chat_tokenizer(tmp_path, "config").apply_chat_template(CHAT) == "jinja"
+
+
+def test_c10_a_template_file_goes_before_everything_else(tmp_path: Path) -> None:
+    save(tmp_path, byte_level(), FAST)
+    file = tmp_path / "other.jinja"
+    file.write_text("{{ messages | length }} größe")
+    assert load_tokenizer(str(tmp_path), str(file)).apply_chat_template(CHAT) == "2 größe"
+    with pytest.raises(ModelLoadError, match=r"--chat-template .*missing\.jinja"):
+        load_tokenizer(str(tmp_path), str(tmp_path / "missing.jinja"))
+
+
+def test_what_the_server_gives_to_templates_cannot_be_set(tmp_path: Path) -> None:
+    for name in ("messages", "tools", "add_generation_prompt"):
+        with pytest.raises(RequestError, match=name) as raised:
+            chat_tokenizer(tmp_path, TEMPLATE).apply_chat_template(CHAT, chat_template_kwargs={name: 1})
+        assert raised.value.param == "chat_template_kwargs"
 
 
 def test_tool_use_template_serves_requests_with_tools(tmp_path: Path) -> None:
@@ -240,7 +256,10 @@ def test_template_has_what_transformers_offers(tmp_path: Path) -> None:
         "{% for m in messages %}\n  {% if loop.index == 2 %}\n{% break %}\n  {% endif %}\n"
         "{% generation %}{{ m.content }}{% endgeneration %}{{ strftime_now('%Y') | length }}{{ flag }}\n{% endfor %}"
     )
-    assert chat_tokenizer(tmp_path, template).apply_chat_template(CHAT, flag="!") == "Hello  world4!\n"
+    assert (
+        chat_tokenizer(tmp_path, template).apply_chat_template(CHAT, chat_template_kwargs={"flag": "!"})
+        == "Hello  world4!\n"
+    )
 
 
 def test_content_parts_are_joined_and_null_is_empty(tmp_path: Path) -> None:
@@ -318,6 +337,15 @@ def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:
     assert "".join(stream(tokenizer, ids)) == "Hello"
     assert "".join(stream(tokenizer, ids, skip=False)) == tokenizer.decode(ids, skip_special_tokens=False)
     assert len(tokenizer.decode(ids, skip_special_tokens=False)) > len("Hello")
+
+
+def test_chosen_special_tokens_are_shown_and_only_those(tokenizer: Tokenizer) -> None:
+    ids = [1, *tokenizer.encode("Hello", add_special_tokens=False), 2]
+    shown = tokenizer.text_of(2)
+    decoder = IncrementalDecoder(tokenizer, shown_special_tokens=[shown])
+    text = "".join([*(decoder.add([token_id]) for token_id in ids), decoder.finish()])
+    assert text == tokenizer.decode(ids[1:], skip_special_tokens=False)
+    assert text.endswith(shown)
 
 
 def test_word_after_a_prompt_keeps_its_space(tokenizer: Tokenizer) -> None:

@@ -30,7 +30,8 @@ FULL_PARAMS = SamplingParams(
     bad_words=("🦙", " two words"),
     logits_processors=("own",),
     skip_reading_prefix_cache=True,
-    structured_outputs=StructuredOutputsParams(json={"enum": ["🦙"]}),
+    structured_outputs=StructuredOutputsParams(json={"enum": ["🦙"]}, preamble='preamble: "Hm."'),
+    shown_special_tokens=("[TOOL_CALLS]", "🦙"),
 )
 FULL_BEAM = BeamSearchParams(
     beam_width=16,
@@ -40,6 +41,7 @@ FULL_BEAM = BeamSearchParams(
     stop_token_ids=(5,),
     ignore_eos=True,
     skip_special_tokens=False,
+    shown_special_tokens=("[TOOL_CALLS]",),
 )
 TO_ENGINE: list[wire.ToEngine] = [
     wire.AddRequest("r-1", [1, 2, 3], SamplingParams(), 5, 16),

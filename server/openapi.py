@@ -1,0 +1,245 @@
+"""GET /openapi.json: what the server takes and gives, made from the same types that it reads and writes.
+
+In: the table below. Out: an OpenAPI 3.1 document, the same for every server but for the routes it has.
+"""
+
+import functools
+import importlib.metadata
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from jaxpage.server import messages_protocol, responses_protocol
+from jaxpage.server.chat_protocol import ChatChunk, ChatCompletion, ChatRequest
+from jaxpage.server.errors import AnthropicError, ErrorBody
+from jaxpage.server.protocol import Completion, CompletionRequest, ModelRequest
+from jaxpage.server.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
+
+_REF = "#/components/schemas/{name}"
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": ["system", "user", "assistant"]},
+        "content": {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["type", "text"],
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                    },
+                },
+            ]
+        },
+    },
+}
+_HINTS: dict[str, dict[str, Any]] = {
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "input": {"items": _MESSAGE},
+    "max_completion_tokens": {"minimum": 1},
+    "max_output_tokens": {"minimum": 1},
+    "max_tokens": {"minimum": 0},
+    "messages": {"items": _MESSAGE, "minItems": 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "min_tokens": {"minimum": 0},
+    "n": {"minimum": 1, "maximum": 128},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "prompt_logprobs": {"minimum": -1, "maximum": 20},
+    "repetition_penalty": {"minimum": 0.001, "maximum": 1000},
+    "stop_token_ids": {"items": {"type": "integer", "minimum": 0}},
+    "temperature": {"minimum": 0, "maximum": 2},
+    "tokens": {"items": {"type": "integer", "minimum": 0}},
+    "top_k": {"minimum": -1},
+    "top_logprobs": {"minimum": 0, "maximum": 20},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+}
+"""What fields of requests may be beyond their types: the engine checks it, and words what is wrong."""
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """The model under one of its names."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "jaxpage"
+    root: str
+    """The model as the server was given it."""
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """Answer of /v1/models."""
+
+    object: str = "list"
+    data: list[ModelCard]
+
+
+class Load(msgspec.Struct, kw_only=True):
+    """Answer of /load."""
+
+    server_load: int
+    """Requests that are open."""
+
+
+class Health(msgspec.Struct, kw_only=True):
+    """Answer of /health."""
+
+    status: str = "ok"
+
+
+class Version(msgspec.Struct, kw_only=True):
+    """Answer of /version."""
+
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path."""
+
+    method: str
+    path: str
+    summary: str
+    answer: Any
+    """Type of a whole answer."""
+    body: type[ModelRequest] | None = None
+    event: Any = None
+    """Type of a stream's events, or a union of types, where there are streams."""
+    error: type = ErrorBody
+
+
+OPERATIONS = (
+    Operation("post", "/v1/completions", "Complete prompts", Completion, CompletionRequest, Completion),
+    Operation("post", "/v1/chat/completions", "Answer in a chat", ChatCompletion, ChatRequest, ChatChunk),
+    Operation(
+        "post",
+        "/v1/responses",
+        "Answer, and remember the conversation",
+        responses_protocol.ResponseObject,
+        responses_protocol.ResponsesRequest,
+        responses_protocol.StreamEvent,
+    ),
+    Operation("get", "/v1/responses/{response_id}", "A stored response", responses_protocol.ResponseObject),
+    Operation("delete", "/v1/responses/{response_id}", "Forget a response", responses_protocol.DeletedResponse),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Answer in Anthropic's protocol",
+        messages_protocol.Message,
+        messages_protocol.MessagesRequest,
+        messages_protocol.MessageEvent,
+        AnthropicError,
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "Count what a conversation would take",
+        messages_protocol.TokenCount,
+        messages_protocol.CountTokensRequest,
+        error=AnthropicError,
+    ),
+    Operation("get", "/v1/models", "The model under its names", ModelList),
+    Operation("get", "/v1/models/{model_id}", "The model under one name", ModelCard),
+    Operation("post", "/tokenize", "Token ids of a prompt or a chat", Tokens, TokenizeRequest),
+    Operation("post", "/detokenize", "Text of token ids", Text, DetokenizeRequest),
+    Operation("get", "/health", "Whether a request would be served now", Health),
+    Operation("get", "/ping", "The same", Health),
+    Operation("post", "/ping", "The same", Health),
+    Operation("get", "/load", "How many requests are open", Load),
+    Operation("get", "/version", "The server's version", Version),
+)
+"""What is for everyone; /metrics, the page and the routes for operators are no part of the API."""
+
+
+async def openapi(request: Request) -> Response:
+    """GET /openapi.json."""
+    return JSONResponse(document())
+
+
+@functools.cache
+def document() -> dict[str, Any]:
+    """The document; not to be changed."""
+    types = list(dict.fromkeys(found for one in OPERATIONS for found in _types_of(one)))
+    schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
+    schema_of = dict(zip(types, schemas, strict=True))
+    for body in {one.body for one in OPERATIONS if one.body is not None}:
+        properties = components[body.__name__]["properties"]
+        for field in body.neutral.keys() & properties.keys():  # inherited, and refused
+            del properties[field]
+        for field in _HINTS.keys() & properties.keys():
+            _narrow(properties[field], _HINTS[field])
+    paths: dict[str, dict[str, Any]] = {}
+    for one in OPERATIONS:
+        paths.setdefault(one.path, {})[one.method] = _operation(one, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "jaxpage", "version": importlib.metadata.version("jaxpage")},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _narrow(schema: dict[str, Any], hint: dict[str, Any]) -> None:
+    """Add `hint` to the variants of `schema` that it is about: lists, or numbers."""
+    kinds = ("array",) if "items" in hint else ("integer", "number")
+    for variant in schema.get("anyOf", [schema]):
+        if variant.get("type") in kinds:
+            variant.update(hint)
+
+
+def _types_of(one: Operation) -> list[Any]:
+    body = [] if one.body is None else [one.body]
+    return [one.answer, one.error, *body, *_events_of(one)]
+
+
+def _events_of(one: Operation) -> tuple[Any, ...]:
+    return () if one.event is None else typing.get_args(one.event) or (one.event,)
+
+
+def _event(schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One server-sent event, whose data is JSON of one of these schemas, or says that the stream ends."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": schemas}}
+    return {
+        "type": "object",
+        "required": ["data"],
+        "properties": {"event": {"type": "string"}, "data": {"anyOf": [{"const": "[DONE]"}, data]}},
+    }
+
+
+def _operation(one: Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    contents: dict[str, Any] = {"application/json": {"schema": schema_of[one.answer]}}
+    if events := _events_of(one):
+        contents["text/event-stream"] = {"schema": _event([schema_of[event] for event in [*events, one.error]])}
+    found: dict[str, Any] = {
+        "summary": one.summary,
+        "responses": {
+            "200": {"description": "the answer", "content": contents},
+            "default": {
+                "description": "why there is none",
+                "content": {"application/json": {"schema": schema_of[one.error]}},
+            },
+        },
+    }
+    if parameters := _parameters(one.path.split("/")):
+        found["parameters"] = parameters
+    if one.body is not None:
+        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[one.body]}}}
+    return found
+
+
+def _parameters(parts: Sequence[str]) -> list[dict[str, Any]]:
+    names = [part[1:-1] for part in parts if part.startswith("{")]
+    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]

@@ -1,0 +1,116 @@
+"""What is known of each HTTP request besides its body: its id, and, when it has ended, a line in the log.
+
+In: every request, before anything else sees it. Out: `X-Request-Id` on every response, and a line of JSON: what was
+asked for, how it ended, how many tokens, how long. Never text of prompts or answers.
+"""
+
+import json
+import logging
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from jaxpage.server.generation import Generation
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = "X-Request-Id"
+UNLOGGED_PATHS = ("/health", "/ping", "/metrics", "/live", "/load", "/version", "/", "/web/")
+"""Asked again and again by machines, or by the page; those that end in / as prefixes, but for the page itself."""
+MAX_LOGGED_PATH = 200
+ANTHROPIC_PREFIX = "/v1/messages"
+"""Routes of Anthropic's protocol, which has its own name for the id's header and its own error object."""
+_SCOPE_KEY = "jaxpage.request"
+_ID = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One HTTP request."""
+
+    request_id: str
+    """The client's own, if it is printable ASCII of up to 128 characters, or a new one."""
+    started: float = field(default_factory=time.perf_counter)
+    generation: "Generation | None" = None
+    """What it generates, if it does."""
+
+
+class RequestLog:
+    """Middleware that gives requests their record, and logs them."""
+
+    def __init__(self, app: ASGIApp, *, enabled: bool) -> None:
+        self._app = app
+        self._enabled = enabled
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application that middleware is."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = RequestRecord(_request_id(scope))
+        scope[_SCOPE_KEY] = record
+        path = route_path(scope)
+        is_logged = self._enabled and not _is_unlogged(path)
+        header = "Request-Id" if path.startswith(ANTHROPIC_PREFIX) else REQUEST_ID_HEADER
+        status = 500  # of an exception that passes by here
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[header] = record.request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if is_logged:
+                logger.info("%s", json.dumps(_line(scope, record, status), ensure_ascii=True))
+
+
+def record_of(connection: HTTPConnection) -> RequestRecord:
+    """The record of a request."""
+    record = connection.scope[_SCOPE_KEY]
+    assert isinstance(record, RequestRecord)
+    return record
+
+
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get(REQUEST_ID_HEADER)
+    return given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def route_path(scope: Scope) -> str:
+    """The path without the prefix under which a proxy serves us."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def _is_unlogged(path: str) -> bool:
+    return any(path == one or (one.endswith("/") and one != "/" and path.startswith(one)) for one in UNLOGGED_PATHS)
+
+
+def _line(scope: Scope, record: RequestRecord, status: int) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "id": record.request_id,
+        "method": scope["method"],
+        "path": scope["path"][:MAX_LOGGED_PATH],
+        "status": status,
+    }
+    if (generation := record.generation) is not None:
+        usage, first = generation.usage, generation.first_output_time
+        line |= {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+            "generated_tokens": usage.completion_tokens,
+            "finish_reason": generation.finish_reason,
+            "ttft_s": None if first is None else round(first - record.started, 4),
+        }
+    return line | {"total_s": round(time.perf_counter() - record.started, 4)}

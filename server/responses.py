@@ -1,0 +1,213 @@
+"""/v1/responses: a turn of a conversation that the server may remember.
+
+In: text, or messages, perhaps behind an earlier response. Out: a response object, whole or as a stream of events.
+"""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxpage.outputs import CompletionOutput
+from jaxpage.server.answer import Choice, Sent, choice_of, start
+from jaxpage.server.errors import describe
+from jaxpage.server.generation import Generation
+from jaxpage.server.logprobs import ScoredTokens
+from jaxpage.server.protocol import Usage
+from jaxpage.server.response_store import ResponseStore, StoredResponse
+from jaxpage.server.responses_protocol import (
+    DeletedResponse,
+    IncompleteDetails,
+    ItemEvent,
+    OutputMessage,
+    OutputText,
+    OutputTokensDetails,
+    PartEvent,
+    ResponseError,
+    ResponseEvent,
+    ResponseObject,
+    ResponsesRequest,
+    ResponseUsage,
+    Status,
+    StreamEvent,
+    TextDeltaEvent,
+    TextDoneEvent,
+    TextLogprob,
+    TopTextLogprob,
+)
+from jaxpage.server.service import encode, read_request, service_of
+from jaxpage.server.sse import event_response, named_frames, whole_response
+
+_DEFAULT_TEMPERATURE, _DEFAULT_TOP_P = 1.0, 1.0
+
+
+async def create_response(http_request: Request) -> Response:
+    """POST /v1/responses."""
+    request, body = await read_request(http_request, ResponsesRequest)
+    service = service_of(http_request)
+    earlier: Sequence[dict[str, Any]] = ()
+    if request.previous_response_id is not None:
+        earlier = service.response_store.previous(request.previous_response_id).messages
+    messages = [*earlier, *request.messages()]
+    asked = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    params = request.engine_params(request.max_output_tokens, service.engine.max_model_len)
+    token_ids = await encode(body, lambda: service.engine.encode_chat([*asked, *messages]))
+    generation = await start(http_request, request, [token_ids], params, "resp")
+    turn = _Turn(request, service.model_name, messages, len(body), service.response_store)
+    if request.stream:
+        frames = named_frames(turn.events(generation), turn.failed)
+        return await event_response(http_request, generation, frames)
+
+    def reply(outputs: list[tuple[int, CompletionOutput]]) -> msgspec.Struct:
+        [(index, output)] = outputs
+        return turn.ended(choice_of(generation, index, output), generation.usage)
+
+    return await whole_response(http_request, generation, reply)
+
+
+async def get_response(http_request: Request) -> Response:
+    """GET /v1/responses/{id}: one that is stored."""
+    found = service_of(http_request).response_store.get(http_request.path_params["response_id"])
+    return Response(found.body, media_type="application/json")
+
+
+async def delete_response(http_request: Request) -> Response:
+    """DELETE /v1/responses/{id}."""
+    response_id = http_request.path_params["response_id"]
+    service_of(http_request).response_store.delete(response_id)
+    return Response(msgspec.json.encode(DeletedResponse(id=response_id)), media_type="application/json")
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One response while it comes into being."""
+
+    request: ResponsesRequest
+    model: str
+    messages: list[dict[str, Any]]
+    """The conversation up to the response."""
+    num_body_bytes: int
+    store: ResponseStore
+    response_id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
+    item_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+    created_at: int = field(default_factory=lambda: int(time.time()))
+    num_events: int = 0
+
+    def ended(self, choice: Choice, usage: Usage) -> ResponseObject:
+        """The response of a choice that has ended, which is stored unless the client wants otherwise."""
+        is_complete = choice.finish_reason != "length"
+        status: Status = "completed" if is_complete else "incomplete"
+        response = self._response(
+            status,
+            output=[self._item(status, [self._text(choice)])],
+            completed_at=int(time.time()) if is_complete else None,
+            incomplete_details=None if is_complete else IncompleteDetails(),
+            usage=ResponseUsage(
+                input_tokens=usage.prompt_tokens,
+                input_tokens_details=usage.prompt_tokens_details,
+                output_tokens=usage.completion_tokens,
+                output_tokens_details=OutputTokensDetails(),
+                total_tokens=usage.total_tokens,
+            ),
+        )
+        if self.request.store is not False:
+            body = msgspec.json.encode(response)
+            messages = [*self.messages, {"role": "assistant", "content": choice.text}]
+            stored = StoredResponse(body, messages, self.num_body_bytes + len(body))
+            self.store.put(self.response_id, stored)
+        return response
+
+    def failed(self, error: Exception) -> ResponseEvent:
+        """The last event of a stream that `error` has ended."""
+        status, body = describe(error)
+        code = "rate_limit_exceeded" if status == 429 else body.error.code or "server_error"
+        response = self._response("failed", error=ResponseError(code=code, message=body.error.message))
+        return ResponseEvent(type="response.failed", sequence_number=self._next(), response=response)
+
+    async def events(self, generation: Generation) -> AsyncIterator[StreamEvent]:
+        """The stream: response, message and text begin, grow, and end in the opposite order."""
+        begun = self._response("in_progress")
+        yield ResponseEvent(type="response.created", sequence_number=self._next(), response=begun)
+        yield ResponseEvent(type="response.in_progress", sequence_number=self._next(), response=begun)
+        item = self._item("in_progress", [])
+        yield ItemEvent(type="response.output_item.added", sequence_number=self._next(), item=item)
+        part = OutputText(text="")
+        yield PartEvent(
+            type="response.content_part.added", sequence_number=self._next(), item_id=self.item_id, part=part
+        )
+        sent = Sent()
+        choice: Choice | None = None
+        async for index, output in generation.updates():
+            choice = choice_of(generation, index, output)
+            text, tokens = sent.rest_of(choice)
+            if text or (tokens is not None and tokens.texts):
+                yield TextDeltaEvent(
+                    sequence_number=self._next(), item_id=self.item_id, delta=text, logprobs=self._logprobs(tokens)
+                )
+            sent = sent.with_all_of(choice)
+        assert choice is not None, "a generation without updates raises"
+        response = self.ended(choice, generation.usage)
+        [item] = response.output
+        [part] = item.content
+        yield TextDoneEvent(sequence_number=self._next(), item_id=self.item_id, text=part.text, logprobs=part.logprobs)
+        yield PartEvent(
+            type="response.content_part.done", sequence_number=self._next(), item_id=self.item_id, part=part
+        )
+        yield ItemEvent(type="response.output_item.done", sequence_number=self._next(), item=item)
+        yield ResponseEvent(
+            type="response.completed" if response.status == "completed" else "response.incomplete",
+            sequence_number=self._next(),
+            response=response,
+        )
+
+    def _next(self) -> int:
+        self.num_events += 1
+        return self.num_events - 1
+
+    def _item(self, status: Status, content: list[OutputText]) -> OutputMessage:
+        return OutputMessage(id=self.item_id, status=status, content=content)
+
+    def _text(self, choice: Choice) -> OutputText:
+        return OutputText(text=choice.text, logprobs=self._logprobs(choice.tokens))
+
+    def _logprobs(self, tokens: ScoredTokens | None) -> list[TextLogprob]:
+        """As in chat, but that there is no null: a part of a character has no bytes."""
+        if tokens is None:
+            return []
+        return [
+            TextLogprob(
+                token=one.token,
+                logprob=one.logprob,
+                bytes=one.bytes or [],
+                top_logprobs=[
+                    TopTextLogprob(token=top.token, logprob=top.logprob, bytes=top.bytes or [])
+                    for top in one.top_logprobs
+                ],
+            )
+            for one in tokens.of_chat(self.request.top_logprobs or 0).content
+        ]
+
+    def _response(self, status: Status, output: Sequence[OutputMessage] = (), **fields: Any) -> ResponseObject:
+        request = self.request
+        return ResponseObject(
+            id=self.response_id,
+            created_at=self.created_at,
+            status=status,
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            metadata=request.metadata or {},
+            model=self.model,
+            output=list(output),
+            previous_response_id=request.previous_response_id,
+            store=request.store is not False,
+            temperature=_DEFAULT_TEMPERATURE if request.temperature is None else request.temperature,
+            text={"format": {"type": "text"}, **(request.text or {})},
+            top_logprobs=request.top_logprobs or 0,
+            top_p=_DEFAULT_TOP_P if request.top_p is None else request.top_p,
+            **fields,
+        )

@@ -1,0 +1,141 @@
+"""`jaxpage bench serve` against a server on the fake engine."""
+
+import asyncio
+import itertools
+import json
+import statistics
+from typing import Any
+
+import pytest
+from conftest import ready_engine
+from fake_engine import FakeEngine, Script
+from served import served
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from jaxpage import cli
+from jaxpage.bench_client import Answer, stream_completion
+from jaxpage.bench_serve import arrival_times, ask_all, percentile
+from jaxpage.server.app import build_app
+from jaxpage.server_config import ServerConfig
+
+WORK = ["--num-prompts=6", "--input-len=3", "--output-len=4", "--vocab-size=200"]
+
+
+def bench(url: str, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert cli.main(["bench", "serve", "--base-url", url, "--json", *WORK, *options]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_the_result_has_vllms_names_and_adds_up(
+    url: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--percentile-metrics=ttft,tpot,itl,e2el", "--metric-percentiles=50,99.9", "--goodput", "ttft:60000"]
+    result = bench(url, capsys, *options)
+    assert (result["completed"], result["failed"], result["request_rate"]) == (6, 0, "inf")
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (6 * 3, 6 * 4)
+    assert result["output_throughput"] == pytest.approx(24 / result["duration"])
+    assert result["request_goodput"] == result["request_throughput"] == pytest.approx(6 / result["duration"])
+    for metric in ("ttft", "tpot", "itl", "e2el"):
+        assert {f"{kind}_{metric}_ms" for kind in ("mean", "median", "std", "p50", "p99.9")} <= result.keys()
+        assert result[f"p50_{metric}_ms"] == pytest.approx(result[f"median_{metric}_ms"])
+    assert result["mean_ttft_ms"] < result["mean_e2el_ms"] <= 1e3 * result["duration"]
+    assert result["api_cpu_us_per_token"] == pytest.approx(1e6 * result["api_cpu_s"] / 24)
+    assert bench(url, capsys, "--goodput", "ttft:0", "tpot:60000")["request_goodput"] == 0
+
+
+def test_the_same_work_is_asked_for_each_time_after_one_that_does_not_count(
+    url: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench(url, capsys)
+    params = engine.seen_params
+    assert len(params) == 1 + 6
+    assert {(one.max_tokens, one.ignore_eos) for one in params} == {(4, True)}
+
+
+def test_no_more_are_open_at_once_than_may_be() -> None:
+    engine = ready_engine()
+    engine.scripts = {"": Script(delay=0.005)}
+    open_at_once = []
+    add_request = engine.add_request
+
+    def count(*args: Any, **options: Any) -> Any:
+        stream = add_request(*args, **options)
+        open_at_once.append(engine.num_open)
+        return stream
+
+    engine.add_request = count
+    with served(build_app(engine, ServerConfig(log_requests=False))) as url:
+        bodies = [{"prompt": [97], "max_tokens": 3}] * 8
+        answers = asyncio.run(ask_all(f"{url}/v1/completions", bodies, [0.0] * 8, 3))
+    assert [answer.error for answer in answers] == [None] * 8
+    assert max(open_at_once) == 3
+
+
+def test_failures_are_counted_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = ready_engine(max_num_seqs=1)
+    engine.scripts = {"": Script(delay=0.05)}
+    with served(build_app(engine, ServerConfig(max_num_waiting=0, log_requests=False))) as url:
+        result = bench(url, capsys)
+        assert result["failed"] > 0
+        assert result["completed"] + result["failed"] == 6
+        engine.is_dead = True
+        assert cli.main(["bench", "serve", "--base-url", url, *WORK]) == 1
+        complaint = capsys.readouterr().err
+        assert f"{url}/v1/completions does not answer" in complaint
+        assert "503" in complaint
+
+
+def test_a_stream_that_ends_with_an_error_or_is_none_is_a_failure() -> None:
+    async def nothing(request: object) -> PlainTextResponse:
+        return PlainTextResponse("no events here")
+
+    engine = ready_engine()
+    engine.scripts["f"] = Script(fail_after=2, delay=0.01)
+    app = build_app(engine, ServerConfig(log_requests=False))
+    with served(app) as url, served(Starlette(routes=[Route("/", nothing, methods=["POST"])])) as other:
+        fault = asyncio.run(stream_completion(f"{url}/v1/completions", {"prompt": "f"}))
+        plain = asyncio.run(stream_completion(f"{other}/", {}))
+    gone = asyncio.run(stream_completion(f"{url}/v1/completions", {"prompt": "x"}))
+    assert "internal server error" in (fault.error or "")
+    assert plain.error == "no text came"
+    assert "ConnectionRefused" in (gone.error or "")
+
+
+def test_moments_become_latencies() -> None:
+    answer = Answer(10.0, ended=13.0, token_times=[11.0, 11.5, 13.0], num_output_tokens=5)
+    assert (answer.ttft, answer.tpot, answer.latency, answer.gaps) == (1.0, 0.5, 3.0, [0.5, 1.5])
+
+
+@pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0])
+def test_requests_arrive_at_the_rate_asked_for_and_the_same_each_time(burstiness: float) -> None:
+    times = arrival_times(4000, 10.0, burstiness, seed=1)
+    gaps = [late - early for early, late in itertools.pairwise(times)]
+    assert statistics.fmean(gaps) == pytest.approx(0.1, rel=0.1)
+    assert statistics.pvariance(gaps) == pytest.approx(0.01 / burstiness, rel=0.3)
+    assert times == arrival_times(4000, 10.0, burstiness, seed=1)
+    assert arrival_times(3, float("inf"), burstiness, seed=1) == [0.0] * 3
+
+
+def test_a_percentile_lies_between_its_neighbours() -> None:
+    assert [percentile([1.0, 2.0, 4.0], percent) for percent in (0, 25, 50, 75, 100)] == [1.0, 1.5, 2.0, 3.0, 4.0]
+    assert percentile([7.0], 99) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--num-prompts", "0"], "--num-prompts is 0"),
+        (["--request-rate", "0"], "--request-rate is 0.0"),
+        (["--max-concurrency", "0"], "--max-concurrency is 0"),
+        (["--goodput", "ttft"], "--goodput 'ttft'"),
+        (["--goodput", "itl:5"], "--goodput 'itl:5'"),
+        (["--percentile-metrics", "ttft,speed"], "--percentile-metrics has 'speed'"),
+        (["--metric-percentiles", "101"], "--metric-percentiles has '101'"),
+    ],
+)
+def test_an_option_that_cannot_be_is_told(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "serve", "--base-url", "http://127.0.0.1:9", *options]) == 1
+    assert says in capsys.readouterr().err
