@@ -109,14 +109,19 @@ def _command(commands: Any, name: str, run: Any, help_text: str) -> argparse.Arg
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from jaxpage.server.serve import serve
-
     given = vars(args)
     if args.model_argument is not None:
         given.setdefault("model", args.model_argument)
     from_file = read_config_file(args.config, (EngineConfig, ServerConfig)) if args.config is not None else {}
     args = argparse.Namespace(**from_file | given)
-    return serve(config_of(EngineConfig, args), config_of(ServerConfig, args))
+    engine_config = config_of(EngineConfig, args)
+    if engine_config.process_id:
+        from jaxpage.follower import follow
+
+        return follow(engine_config)
+    from jaxpage.server.serve import serve
+
+    return serve(engine_config, config_of(ServerConfig, args))
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -11,9 +11,12 @@ from typing import Any
 from jaxpage.errors import ConfigError
 
 
-def option(default: Any, help_text: str, *, secret: bool = False) -> Any:
-    """A field of a config class, with what `--help` says about it. A secret one is left out of its representation."""
-    return dataclasses.field(default=default, metadata={"help": help_text}, repr=not secret)
+def option(default: Any, help_text: str, *, short: str | None = None, secret: bool = False) -> Any:
+    """A field of a config class, with what `--help` says about it, and a short name of its option.
+
+    A secret one is left out of its representation.
+    """
+    return dataclasses.field(default=default, metadata={"help": help_text, "short": short}, repr=not secret)
 
 
 LOOP_NAMES = ("sync", "overlap", "resident")
@@ -45,6 +48,14 @@ class EngineConfig:
         "resident",
         "sync (the host waits for each step), overlap (meanwhile it prepares the next) or resident (and sends it)",
     )
+    tensor_parallel_size: int = option(1, "devices that divide the model among them", short="-tp")
+    num_processes: int = option(
+        1, "processes that divide those devices, as on several machines; each is started with its own --process-id"
+    )
+    process_id: int = option(0, "which of them this is: 0 leads and serves, the others follow it")
+    coordinator_address: str | None = option(
+        None, "HOST:PORT where process 0 is reached by the others, and a port that is free there"
+    )
     enable_prefix_caching: bool = option(True, "keep the KV of computed prefixes and share it")
     seed: int = option(0, "seed of the seeds that unseeded requests get")
     compile_cache_dir: str | None = option(None, "folder of compiled programs; default: the user's cache folder")
@@ -61,7 +72,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))  # a list may be given
-        positive = ("block_size", "max_num_seqs", "max_num_batched_tokens")
+        positive = ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "num_processes")
         for name in positive + tuple(n for n in ("max_model_len", "num_blocks") if getattr(self, n) is not None):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
@@ -88,6 +99,21 @@ class EngineConfig:
             raise ConfigError(
                 f"{flag('max_num_partial_prefills')} is {self.max_num_partial_prefills}, and nothing says which "
                 "prompts are long: set --long-prefill-token-threshold, too"
+            )
+        if self.tensor_parallel_size % self.num_processes:
+            raise ConfigError(
+                f"{flag('tensor_parallel_size')} is {self.tensor_parallel_size}, which {self.num_processes} processes "
+                "do not divide evenly: make it a multiple of --num-processes"
+            )
+        if not 0 <= self.process_id < self.num_processes:
+            raise ConfigError(
+                f"{flag('process_id')} is {self.process_id}: it must be in [0, {self.num_processes}), the number of "
+                "--num-processes"
+            )
+        if (self.num_processes > 1) != (self.coordinator_address is not None):
+            raise ConfigError(
+                f"{flag('num_processes')} is {self.num_processes} and {flag('coordinator_address')} is "
+                f"{self.coordinator_address}: several processes need one, and a single one has no use for it"
             )
         if self.engine_mode not in LOOP_NAMES:
             raise ConfigError(f"{flag('engine_mode')} is {self.engine_mode!r}: it must be {', '.join(LOOP_NAMES)}")

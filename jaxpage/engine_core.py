@@ -9,7 +9,7 @@ from typing import Any
 from jaxpage.beam_group import BeamGroup
 from jaxpage.beam_search import BeamSearch
 from jaxpage.config import EngineConfig
-from jaxpage.errors import RequestError
+from jaxpage.errors import ConfigError, RequestError
 from jaxpage.kv_cache.hashing import ExtraKeys
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.snapshot import take_snapshot
@@ -56,6 +56,11 @@ class EngineCore:
 
         Raises `ModelLoadError` or `ConfigError`.
         """
+        if config.process_id:
+            raise ConfigError(
+                f"--process-id is {config.process_id}: only process 0 takes requests; start this one as "
+                f"`jaxpage serve --process-id {config.process_id}`, which follows it"
+            )
         policy = load_policy(config.scheduling_policy)  # before the weights: a mistake is told at once
         checkpoint = open_checkpoint(config.model)
         self.runner = Runner(config, checkpoint, progress)

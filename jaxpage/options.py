@@ -29,13 +29,16 @@ def add_fields(group: Any, config: type, skip: Sequence[str] = ()) -> None:
         shown = ",".join(default) if kind is tuple else default
         help_text = field.metadata["help"] + ("" if default in (None, ()) else f" ({shown})")
         help_text = (help_text + "; may be repeated" * (kind is tuple)).replace("%", "%%")
+        flags = [flag(field.name)]
+        if short := field.metadata["short"]:
+            flags.insert(0, short)
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": help_text}
         if kind is bool:
-            group.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **options)
+            group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
         elif kind is tuple:
-            group.add_argument(flag(field.name), nargs="+", action=_Collect, type=_texts, metavar="TEXT", **options)
+            group.add_argument(*flags, nargs="+", action=_Collect, type=_texts, metavar="TEXT", **options)
         else:
-            group.add_argument(flag(field.name), type=kind, metavar=kind.__name__.upper(), **options)
+            group.add_argument(*flags, type=kind, metavar=kind.__name__.upper(), **options)
 
 
 class _Collect(argparse.Action):

@@ -20,6 +20,7 @@ class ModelConfig:
     intermediate_size: int
     num_heads: int
     num_kv_heads: int
+    """Copies included."""
     head_dim: int
     windows: tuple[int | None, ...]
     """For each layer, how many positions a query sees, itself included (sliding window); None is all."""
@@ -42,6 +43,8 @@ class ModelConfig:
     """Scaled scores become `softcap * tanh(scores / softcap)` (Gemma 2)."""
     logits_softcap: float | None = None
     """The same for the logits (Gemma 2)."""
+    kv_head_copies: int = 1
+    """How often each KV head of the checkpoint is there, with a share of its queries each: see `models.parallel`."""
 
     @property
     def num_layers(self) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -58,11 +59,12 @@ def mlp_specs(cfg: ModelConfig, prefix: str) -> dict[str, Weight]:
 
 def _qkv(cfg: ModelConfig, prefix: str, kind: str, tail: tuple[int, ...]) -> Weight:
     """Query, key and value projections as [kv_heads, heads per kv head + 2, head_dim, ...]: whole groups per device."""
-    groups, d = cfg.num_kv_heads, cfg.head_dim
-    per_group = {"q_proj": cfg.num_heads // groups, "k_proj": 1, "v_proj": 1}
-    sources = tuple(
-        Source(f"{prefix}{name}.{kind}", (groups * heads * d, *tail), (groups, heads, d, *tail))
-        for name, heads in per_group.items()
+    groups, d, copies = cfg.num_kv_heads, cfg.head_dim, cfg.kv_head_copies
+    stored, per_group = groups // copies, cfg.num_heads // groups
+    kv = partial(Source, shape=(stored * d, *tail), view=(stored, 1, d, *tail), copies=copies)
+    sources = (
+        Source(f"{prefix}q_proj.{kind}", (cfg.num_heads * d, *tail), (groups, per_group, d, *tail)),
+        *(kv(f"{prefix}{name}.{kind}") for name in ("k_proj", "v_proj")),
     )
     return Weight(sources, ("kv_heads", "head", "head_dim", "embed")[: 3 + len(tail)], join_axis=1)
 

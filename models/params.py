@@ -35,6 +35,8 @@ class Source:
     """As stored."""
     view: tuple[int, ...]
     """As it goes into the weight."""
+    copies: int = 1
+    """How often each slice along the view's first axis goes in, one copy behind the other."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,10 @@ class Weight:
         return tuple(joined)
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
-        """Where the array lives on `mesh`."""
-        return NamedSharding(mesh, PartitionSpec(*(MESH_AXES[axis] for axis in self.axes)))
+        """Where the array lives on `mesh`; an axis of a size that the devices do not divide is whole on each."""
+        wanted = zip(self.shape, (MESH_AXES[axis] for axis in self.axes), strict=True)
+        divided = (axis if axis is not None and size % mesh.shape[axis] == 0 else None for size, axis in wanted)
+        return NamedSharding(mesh, PartitionSpec(*divided))
 
 
 def weight(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Weight:
@@ -79,9 +83,20 @@ def load_params(specs: Params, checkpoint: Checkpoint, dtype: np.dtype[Any], mes
     Raises `ModelLoadError` naming tensor and file when one is missing, truncated or of another shape.
     """
 
+    def part(source: Source) -> np.ndarray:
+        stored = checkpoint.read(source.name, source.shape).reshape(source.view)
+        return stored if source.copies == 1 else np.repeat(stored, source.copies, axis=0)
+
     def load(weight: Weight) -> jax.Array:
-        parts = [checkpoint.read(source.name, source.shape).reshape(source.view) for source in weight.sources]
+        parts = [part(source) for source in weight.sources]
         host = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=weight.join_axis)
-        return jax.device_put(host.astype(dtype, copy=False), weight.sharding(mesh))
+        return put_on_mesh(host.astype(dtype, copy=False), weight.sharding(mesh))
 
     return map_weights(load, specs)
+
+
+def put_on_mesh(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """An array that every process of the mesh has, on the devices: each process fills its own."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(host, sharding)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

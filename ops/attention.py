@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpage.ops.attention_xla import paged_attention_xla
 from jaxpage.ops.kv_spec import KVGroup, KVLayout
@@ -30,14 +30,26 @@ class KVCache:
         return self.buffers[0].shape[0]
 
 
+def logits_sharding(mesh: Mesh, vocab_size: int) -> NamedSharding:
+    """How [rows, vocab] lies on a mesh: by vocabulary, where the devices divide it."""
+    axis = HEADS_AXIS if vocab_size % mesh.shape[HEADS_AXIS] == 0 else None
+    return NamedSharding(mesh, PartitionSpec(None, axis))
+
+
 @dataclass(frozen=True)
 class Target:
-    """Where a program runs, as far as attention must know. Settled before tracing, so that no CPU needs Triton."""
+    """Where a program runs, as far as ops must know. Settled before tracing, so that no CPU needs Triton."""
 
     gpu: GPU | None = None
     """Runs the Triton kernels; None runs plain XLA."""
     mesh: Mesh | None = None
     """Devices that divide the heads among them; None where there is one."""
+
+    def place_logits(self, logits: jax.Array) -> jax.Array:
+        """Keep [rows, vocab] divided as the output head leaves it."""
+        if self.mesh is None:
+            return logits
+        return jax.lax.with_sharding_constraint(logits, logits_sharding(self.mesh, logits.shape[1]))
 
 
 @jax.tree_util.register_dataclass

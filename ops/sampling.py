@@ -28,52 +28,72 @@ class SamplingState:
     position: jax.Array  # [rows] int32, of the token to be drawn
 
 
-def sample(logits: jax.Array, state: SamplingState, processing: ProcessingState) -> jax.Array:
+Place = Callable[[jax.Array], jax.Array]
+"""Says on which devices a [rows, vocab] array lies: XLA gathers the result of a branch unless it is told."""
+
+
+def _anywhere(array: jax.Array) -> jax.Array:
+    return array
+
+
+def sample(logits: jax.Array, state: SamplingState, processing: ProcessingState, place: Place = _anywhere) -> jax.Array:
     """Draw one token per row.
 
     logits: [rows, vocab] float32, finite. Returns [rows] int32.
     """
 
     def choose() -> jax.Array:
-        return _choose(jax.lax.cond(processing.is_needed, lambda: process(logits, processing), lambda: logits), state)
+        return _choose(_processed(logits, processing, place), state, place)
 
     # Most steps are greedy and plain: they take the argmax and copy nothing.
     plain = ~processing.is_needed & ~jnp.any(state.temperature > 0)
     return jax.lax.cond(plain, lambda: _greedy(logits), choose)
 
 
-def sample_within(logits: jax.Array, mask: jax.Array, state: SamplingState, processing: ProcessingState) -> jax.Array:
+def sample_within(
+    logits: jax.Array,
+    mask: jax.Array,
+    state: SamplingState,
+    processing: ProcessingState,
+    place: Place = _anywhere,
+) -> jax.Array:
     """Draw one token per row among those that a mask allows, which holds before all other options.
 
     logits: [rows, vocab] float32, finite; mask: [rows, ceil(vocab / 32)] int32, bit i of word j for token 32 * j + i.
     Returns [rows] int32.
     """
     allowed = ((mask[:, :, None] >> jnp.arange(32)) & 1).astype(bool).reshape(len(mask), -1)[:, : logits.shape[1]]
-    processed = jax.lax.cond(processing.is_needed, lambda: process(logits, processing), lambda: logits)
+    processed = _processed(logits, processing, place)
     # Where the other options leave nothing of what the mask allows, they give way.
-    return _choose(jnp.where(allowed, jnp.maximum(processed, LAST_RESORT), -jnp.inf), state)
+    return _choose(place(jnp.where(allowed, jnp.maximum(processed, LAST_RESORT), -jnp.inf)), state, place)
+
+
+def _processed(logits: jax.Array, processing: ProcessingState, place: Place) -> jax.Array:
+    return place(jax.lax.cond(processing.is_needed, lambda: place(process(logits, processing)), lambda: logits))
 
 
 def _greedy(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def _choose(logits: jax.Array, state: SamplingState) -> jax.Array:
+def _choose(logits: jax.Array, state: SamplingState, place: Place) -> jax.Array:
     def some_random(logits: jax.Array) -> jax.Array:
-        return jnp.where(state.temperature > 0, draw(logits, state), _greedy(logits))
+        return jnp.where(state.temperature > 0, draw(logits, state, place), _greedy(logits))
 
     return jax.lax.cond(jnp.any(state.temperature > 0), some_random, _greedy, logits)
 
 
-def draw(logits: jax.Array, state: SamplingState) -> jax.Array:
+def draw(logits: jax.Array, state: SamplingState, place: Place = _anywhere) -> jax.Array:
     """A token per row at its temperature, where that is not 0. logits: [rows, vocab], -inf for what is masked."""
     temperature = jnp.where(state.temperature > 0, state.temperature, 1)[:, None]
     # The largest logit goes first: the best token has probability 1 exactly, however small the temperature.
     probabilities = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature)
-    probabilities = jax.lax.cond(
-        jnp.any((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)),
-        lambda: filter_probabilities(probabilities, state),
-        lambda: probabilities,
+    probabilities = place(
+        jax.lax.cond(
+            jnp.any((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)),
+            lambda: filter_probabilities(probabilities, state),
+            lambda: probabilities,
+        )
     )
     noise = exponential_noise(state.seed, state.position, logits.shape[1])
     # The barrier keeps XLA from computing the noise inside of the argmax, where it is not vectorized on a CPU.

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxpage.models.params import Params
-from jaxpage.ops.attention import KVCache
+from jaxpage.ops.attention import KVCache, logits_sharding
 from jaxpage.runner.buckets import Bucket, by_usefulness, choose_bucket
 from jaxpage.runner.plan import NUM_EDITS, admission_size, empty_forks, pack_edits, pack_redraws, rules_layout
 from jaxpage.runner.programs import ProgramStore
@@ -132,14 +132,21 @@ class ProgramTable:
         if self._background is not None:
             self._background.join()
 
-    def step(self, num_tokens: int, num_rows: int, max_query_len: int) -> jax.stages.Compiled:
-        """The program of the cheapest ready bucket that holds such a step."""
-        return self._steps[choose_bucket(tuple(self._steps), num_tokens, num_rows, max_query_len)]
+    def bucket(self, num_tokens: int, num_rows: int, max_query_len: int) -> Bucket:
+        """The cheapest ready one that holds such a step."""
+        return choose_bucket(tuple(self._steps), num_tokens, num_rows, max_query_len)
 
-    def admit(self, num_tokens: int) -> tuple[jax.stages.Compiled, int]:
-        """A ready program that admits a request of so many known tokens, and the capacity that it is packed for."""
-        capacity = min(capacity for capacity in tuple(self._admit) if capacity >= num_tokens)
-        return self._admit[capacity], capacity
+    def step(self, bucket: Bucket) -> jax.stages.Compiled:
+        """The program of a ready bucket."""
+        return self._steps[bucket]
+
+    def capacity(self, num_tokens: int) -> int:
+        """What an admission of so many known tokens is packed for: the smallest that is ready."""
+        return min(capacity for capacity in tuple(self._admit) if capacity >= num_tokens)
+
+    def admission(self, capacity: int) -> jax.stages.Compiled:
+        """The program of a ready capacity."""
+        return self._admit[capacity]
 
     def redraw(self, num_places: int) -> jax.stages.Compiled:
         """The program that draws again behind a step of so many places; waits if it is not ready yet."""
@@ -192,7 +199,8 @@ class ProgramTable:
 
     def _compile_redraw(self, num_places: int) -> jax.stages.Compiled:
         state, vocab_size = self._shapes.state, self._config.model.vocab_size
-        logits = jax.ShapeDtypeStruct((num_places, vocab_size), np.float32, sharding=state.token_ids.sharding)
+        sharding = logits_sharding(state.token_ids.sharding.mesh, vocab_size)  # type: ignore[attr-defined]
+        logits = jax.ShapeDtypeStruct((num_places, vocab_size), np.float32, sharding=sharding)
         args = (logits, state, pack_redraws({}, num_places, vocab_size))
         return self._get("redraw", self._config, args, lambda: compile_redraw(self._config, *args))
 

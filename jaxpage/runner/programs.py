@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.sharding import Mesh, NamedSharding
 
 import jaxpage.models
 import jaxpage.ops
@@ -42,9 +43,10 @@ class CompileStats:
 class ProgramStore:
     """Compiles programs, or loads them from `folder`."""
 
-    def __init__(self, folder: Path, device: jax.Device) -> None:
+    def __init__(self, folder: Path, mesh: Mesh) -> None:
         self._folder = folder
-        self._device_key = f"{device.platform}/{device.device_kind}/{_host_cpu() if device.platform == 'cpu' else ''}"
+        self._devices = list(mesh.devices.flat)
+        self._device_key = _device_key(mesh)
         self._lock = threading.Lock()
         self.stats = CompileStats()
 
@@ -53,10 +55,10 @@ class ProgramStore:
     ) -> jax.stages.Compiled:
         """The program `name` for `config` (anything whose repr says all) and arguments shaped like `args`."""
         started = time.perf_counter()
-        shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), args)
-        parts = (name, repr(config), repr(shapes), self._device_key, _code_key())
+        shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype), _spec_of(leaf)), args)
+        parts = (name, repr(config), repr(shapes), self._device_key, _compiler_options(), _code_key())
         path = self._folder / (hashlib.sha256("\n".join(parts).encode()).hexdigest() + ".program")
-        program = _load(path)
+        program = self._load(path)
         loaded = program is not None
         if program is None:
             program = compile_program()
@@ -69,15 +71,17 @@ class ProgramStore:
         logger.debug("%s %s in %.2f s", "loaded" if loaded else "compiled", name, seconds)
         return program
 
-
-def _load(path: Path) -> jax.stages.Compiled | None:
-    if not path.exists():
-        return None
-    try:
-        return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
-    except Exception as error:  # whatever is wrong with the file, compiling again makes it right
-        logger.warning("compiled program %s is damaged (%s): compiling again", path, error)
-        return None
+    def _load(self, path: Path) -> jax.stages.Compiled | None:
+        if not path.exists():
+            return None
+        try:
+            program, in_tree, out_tree = pickle.loads(path.read_bytes())
+            return serialize_executable.deserialize_and_load(
+                program, in_tree, out_tree, self._devices[0].client, self._devices
+            )
+        except Exception as error:  # whatever is wrong with the file, compiling again makes it right
+            logger.warning("compiled program %s is damaged (%s): compiling again", path, error)
+            return None
 
 
 def _save(path: Path, program: jax.stages.Compiled) -> None:
@@ -96,6 +100,38 @@ def _code_key() -> str:
         for source in sorted(Path(package.__path__[0]).glob("*.py")):
             digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()
+
+
+def _device_key(mesh: Mesh) -> str:
+    """The devices that a program is for, each by its id, and what of the machine it depends on."""
+    device = mesh.devices.flat[0]
+    ids = [(each.id, each.process_index) for each in mesh.devices.flat]
+    parts = [device.platform, device.device_kind, f"{mesh.shape} {ids}"]
+    if device.platform == "cpu":
+        parts.append(_host_cpu())
+    else:
+        parts += [f"{name} {_version_of(name)}" for name in ("triton", "jax-triton")]
+    return "/".join(parts)
+
+
+def _spec_of(leaf: Any) -> str:
+    """How an argument is divided among the devices; whatever comes from the host is whole on each."""
+    sharding = getattr(leaf, "sharding", None)
+    return str(sharding.spec) if isinstance(sharding, NamedSharding) else ""
+
+
+def _compiler_options() -> str:
+    """What compiles differently by the user's will."""
+    names = ("jax_disable_most_optimizations", "jax_default_matmul_precision", "jax_enable_x64")
+    options = {name: jax.config.values[name] for name in names}
+    return f"{options} {os.environ.get('XLA_FLAGS', '')}"
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 @cache

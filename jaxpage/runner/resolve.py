@@ -1,10 +1,8 @@
 """Options that depend on the model or the device, resolved once; every choice is logged with its reason."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxpage.config import EngineConfig
@@ -41,23 +39,20 @@ def resolve_num_blocks(
     layout: KVLayout,
     dtype: np.dtype[Any],
     max_model_len: int,
-    device: jax.Device,
-    weight_bytes: int,
+    free: int,
+    *,
+    platform: str,
+    num_devices: int,
 ) -> int:
     """Blocks in the pool, the null block included. Raises `ConfigError` when memory holds hardly any.
 
-    `weight_bytes`: what the weights, still to be loaded, will take of the free memory.
+    `free`: bytes that each of the devices has beside the weights.
     """
-    if config.num_blocks is not None:
-        return config.num_blocks
     page = layout.groups[0]
-    block_bytes = layout.num_buffers * page.block_size * page.spec.token_elements * dtype.itemsize
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    free = stats["bytes_limit"] - stats["bytes_in_use"] if stats else _available_host_memory()
-    free -= weight_bytes
+    block_bytes = layout.num_buffers * page.block_size * page.spec.token_elements * dtype.itemsize // num_devices
     budget = config.kv_memory_fraction * free
-    if device.platform == "cpu":
-        budget = min(budget, _CPU_KV_BYTES)
+    if platform == "cpu":
+        budget = min(budget, _CPU_KV_BYTES / num_devices)
     useful = config.max_num_seqs * num_blocks_for(layout, max_model_len, config.max_step_tokens) + 1
     num_blocks = min(int(budget // block_bytes), useful)
     if num_blocks < 2:
@@ -66,16 +61,9 @@ def resolve_num_blocks(
             "raise --kv-memory-fraction or lower --block-size"
         )
     logger.info(
-        "num_blocks=%d (%.2f GiB in %d KV groups; %.2f of %.2f GiB beside the weights; no more is of use%s)",
+        "num_blocks=%d (%.2f GiB in %d KV groups; %.2f of %.2f GiB beside the weights%s; no more is of use%s)",
         *(num_blocks, num_blocks * block_bytes / 2**30, len(layout.groups)),
-        *(config.kv_memory_fraction, free / 2**30, ", at most 1 GiB on a CPU" if device.platform == "cpu" else ""),
+        *(config.kv_memory_fraction, free / 2**30, " of each device" if num_devices > 1 else ""),
+        ", at most 1 GiB on a CPU" if platform == "cpu" else "",
     )
     return num_blocks
-
-
-def _available_host_memory() -> int:
-    """Bytes that new processes could use without swapping (Linux)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("/proc/meminfo does not say MemAvailable: set --num-blocks")

@@ -4,48 +4,31 @@ import contextlib
 import ctypes
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpage.config import EngineConfig
-from jaxpage.errors import ModelLoadError
-from jaxpage.kv_cache.spec import max_request_tokens, plan_layout
+from jaxpage.errors import RequestError
 from jaxpage.models.checkpoint import Checkpoint
-from jaxpage.models.config import UnsupportedModelError
 from jaxpage.models.packaged import cache_dir
-from jaxpage.models.params import Params, load_params, param_shapes
-from jaxpage.models.registry import resolve_model
-from jaxpage.ops.attention import KVCache
 from jaxpage.request import Request
-from jaxpage.runner.buckets import make_buckets
+from jaxpage.runner.blueprint import draw_blueprint
 from jaxpage.runner.compile_watch import num_compiles
-from jaxpage.runner.own_processors import load_processors
-from jaxpage.runner.plan import (
-    NUM_EDITS,
-    pack_admission,
-    pack_edits,
-    pack_forks,
-    pack_redraws,
-    pack_rules,
-    rules_layout,
-)
-from jaxpage.runner.program_table import DeviceShapes, ProgramTable
+from jaxpage.runner.device_batch import DeviceBatch
+from jaxpage.runner.devices import free_bytes, join_processes, make_mesh
+from jaxpage.runner.followers import Followers, Launch, Leader, join_leader_or_followers
+from jaxpage.runner.plan import NUM_EDITS, pack_admission, pack_edits, pack_forks, pack_redraws, pack_rules
+from jaxpage.runner.program_table import ProgramTable
 from jaxpage.runner.programs import ProgramStore
-from jaxpage.runner.resolve import resolve_dtype, resolve_max_model_len, resolve_num_blocks
 from jaxpage.runner.scoring import Scores, dispatch_scores, fetch_scores, host_logprobs
-from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
-from jaxpage.runner.step import ProgramConfig, StepResult, on_device
+from jaxpage.runner.step import StepResult
 from jaxpage.runner.step_table import Ints, StepTable
-from jaxpage.sampling_params import MAX_BEAM_CANDIDATES, MAX_STOP_TOKEN_IDS
 from jaxpage.scheduler import PromptLogprobs, SchedulerOutput
 from jaxpage.wire import TokenLogprobs
 
@@ -57,7 +40,8 @@ class DispatchedStep:
     """A step that runs on the device; its tokens are on their way to the host."""
 
     result: StepResult
-    logits: jax.Array  # [places, vocab] float32
+    num_places: int
+    """Rows of its bucket."""
     places: Ints
     """Where the results of each scheduled request stand."""
     requests: list[Request]
@@ -79,70 +63,34 @@ class Runner:
 
         `progress(done, total)` counts programs. Raises `ModelLoadError` or `ConfigError`.
         """
-        device = jax.devices()[0]
+        join_processes(config)
+        mesh = make_mesh(config)
+        self._others = join_leader_or_followers(config)
+        device = mesh.local_devices[0]
         if device.platform == "cpu":
             _keep_freed_memory()
-        mesh = Mesh(np.array([device]), ("tp",))
-        try:
-            model, self.model_config = resolve_model(checkpoint)
-        except UnsupportedModelError as error:
-            raise ModelLoadError(f"{checkpoint.path}: {error}") from error
-        self.processors = load_processors(config.logits_processors, self.model_config.vocab_size)
-        dtype = resolve_dtype(config.dtype, device.platform)
-        specs = model.param_specs(self.model_config)
-        params = param_shapes(specs, dtype, mesh)
-        weight_bytes = sum(leaf.size * dtype.itemsize for leaf in jax.tree.leaves(params))
-        self.layout = plan_layout(model.kv_specs(self.model_config), config.block_size)
-        wanted_len = resolve_max_model_len(config, self.model_config.max_position_embeddings)
-        self.num_blocks = resolve_num_blocks(config, self.layout, dtype, wanted_len, device, weight_bytes)
-        fitting_len = max_request_tokens(self.layout, self.num_blocks - 1, config.max_step_tokens)
-        self.max_model_len = min(wanted_len, fitting_len)
-        if self.max_model_len < wanted_len:
-            logger.warning(
-                "max_model_len lowered from %d to %d: %d blocks (%d tokens each) hold no more; raise --num-blocks",
-                *(wanted_len, self.max_model_len, self.num_blocks - 1, config.block_size),
-            )
-        self._background = config.background_compile
+        blueprint = draw_blueprint(config, checkpoint, mesh, free_bytes)
+        self.model_config = blueprint.model_config
+        self.processors = blueprint.processors
+        self.layout = blueprint.layout
+        self.num_blocks = blueprint.num_blocks
+        self.max_model_len = blueprint.max_model_len
+        self._background = config.background_compile and config.num_processes == 1
         self._strict = config.strict_shapes
         self._num_recompiles = 0
-        self._offloaded: Params | None = None
-        """The weights while asleep."""
-        self._param_shapes = params
-        self._replicated = NamedSharding(mesh, PartitionSpec())
-        num_rows, num_groups = config.max_num_seqs, len(self.layout.groups)
-
-        def make_state() -> BatchState:
-            return empty_state(
-                *(num_rows, self.max_model_len, num_groups, config.block_size, MAX_STOP_TOKEN_IDS),
-                rules_size=rules_layout(self.model_config.vocab_size).size,
-                hidden=jnp.zeros((config.max_num_batched_tokens, self.model_config.hidden_size), dtype),
-            )
-
-        def make_kv_cache() -> KVCache:
-            return empty_kv_cache(self.layout, self.num_blocks, dtype)
-
         folder = Path(config.compile_cache_dir) if config.compile_cache_dir else cache_dir() / "programs"
-        self._store = ProgramStore(folder, device)
+        self._store = ProgramStore(folder, mesh)
         self._programs = ProgramTable(
-            self._store,
-            ProgramConfig(self.model_config, MAX_BEAM_CANDIDATES, self.processors),
-            DeviceShapes(params, *(self._shapes_of(make) for make in (make_kv_cache, make_state))),
-            make_buckets(num_rows, config.max_num_batched_tokens),
-            progress,
+            self._store, blueprint.program_config, blueprint.shapes, blueprint.buckets, progress
         )
         try:
-            with ThreadPoolExecutor(1, thread_name_prefix="kv cache") as pool:
-                kv_cache = pool.submit(on_device, make_kv_cache, self._replicated)
-                started = time.perf_counter()
-                self._params = load_params(specs, checkpoint, dtype, mesh)
-                logger.info("weights loaded as %s in %.1f s", dtype, time.perf_counter() - started)
-                self._state: BatchState = on_device(make_state, self._replicated)
-                self._kv_cache: KVCache = kv_cache.result()
+            self._batch = DeviceBatch(blueprint, checkpoint, self._programs)
         except BaseException:
             self._programs.give_up()
             raise
-        self._make_kv_cache = make_kv_cache
-        self._table = StepTable(num_rows, num_groups, self._state.block_tables.shape[2])
+        state = self._batch.state
+        self._num_rows = state.num_rows
+        self._table = StepTable(state.num_rows, len(self.layout.groups), state.block_tables.shape[2])
 
     @property
     def stats(self) -> dict[str, float]:
@@ -162,29 +110,46 @@ class Runner:
         return self._programs.token_budget
 
     def warm_up(self) -> None:
-        """Return when every step of `token_budget` tokens can run; with `background_compile`, the rest follow."""
+        """Return when every step of `token_budget` tokens can run; with `background_compile`, the rest follow.
+
+        Of several processes, all must have all programs: a step in one of them waits for the others.
+        """
         self._programs.wait(background=self._background)
+        if isinstance(self._others, Followers):
+            self._others.wait_ready()
+
+    def follow(self) -> None:
+        """Run what the leading process runs; ends with it."""
+        assert isinstance(self._others, Leader)
+        for launch in self._others.launches():
+            match launch.program:
+                case "sleep":
+                    self._batch.sleep(offload_weights=False)
+                case "wake_up":
+                    self._batch.wake_up()
+                case program:
+                    self._batch.run(program, launch.packed, launch.variant)
 
     @property
     def is_sleeping(self) -> bool:
-        return self._offloaded is not None
+        return self._batch.is_sleeping
 
     def sleep(self, *, offload_weights: bool) -> None:
-        """Free the KV cache, whose content is lost; with `offload_weights`, move the weights to host memory."""
-        for buffer in self._kv_cache.buffers:
-            buffer.delete()
-        self._offloaded = self._params
-        if offload_weights:
-            self._offloaded = jax.device_get(self._params)
-            for weight in jax.tree.leaves(self._params):
-                weight.delete()
+        """Free the KV cache, whose content is lost; with `offload_weights`, move the weights to host memory.
+
+        Raises `RequestError` for weights of several processes.
+        """
+        if isinstance(self._others, Followers):
+            if offload_weights:
+                raise RequestError("weights are not moved to the host in several processes: sleep at level 0")
+            self._others.send(Launch("sleep"))
+        self._batch.sleep(offload_weights=offload_weights)
 
     def wake_up(self) -> None:
         """Take the memory again: an empty KV cache, and the weights."""
-        shardings = jax.tree.map(lambda shape: shape.sharding, self._param_shapes)
-        self._params = jax.device_put(self._offloaded, shardings)
-        self._offloaded = None
-        self._kv_cache = on_device(self._make_kv_cache, self._replicated)
+        if isinstance(self._others, Followers):
+            self._others.send(Launch("wake_up"))
+        self._batch.wake_up()
 
     def start_trace(self, folder: str) -> None:
         """Begin a profile that is written to `folder`."""
@@ -211,34 +176,30 @@ class Runner:
 
     def dispatch(self, output: SchedulerOutput) -> DispatchedStep:
         """Send a step to the device and return at once."""
-        programs = self._programs
+        run, programs = self._run, self._programs
         if output.row_forks or output.block_copies:
-            forks = self._send(pack_forks(output, self._state.num_rows, len(self.layout.groups)))
-            self._kv_cache, self._state = programs["fork"](self._kv_cache, self._state, forks)
+            run("fork", pack_forks(output, self._num_rows, len(self.layout.groups)))
         for admitted in output.admitted:
-            admit, capacity = programs.admit(len(admitted.token_ids))
-            self._state = admit(self._state, self._send(pack_admission(admitted, capacity, self.layout)))
+            capacity = programs.capacity(len(admitted.token_ids))
+            run("admit", pack_admission(admitted, capacity, self.layout), (capacity,))
             if admitted.request.has_rules:
-                rules = pack_rules(admitted.row, admitted.request, self.model_config.vocab_size)
-                self._state = programs["rules"](self._state, self._send(rules))
+                run("rules", pack_rules(admitted.row, admitted.request, self.model_config.vocab_size))
         edits, places = self._table.advance(output)
         while edits.shape[1] > NUM_EDITS:
             edits, ahead = edits[:, programs.edit_capacity :], edits[:, : programs.edit_capacity]
-            self._state = programs["edit"](self._state, self._send(pack_edits(ahead, programs.edit_capacity)))
-        step = programs.step(output.num_tokens, len(output.rows), max(output.query_lens))
-        self._kv_cache, self._state, result, logits = step(
-            self._params, self._kv_cache, self._state, self._send(pack_edits(edits, NUM_EDITS))
-        )
+            run("edit", pack_edits(ahead, programs.edit_capacity))
+        bucket = programs.bucket(output.num_tokens, len(output.rows), max(output.query_lens))
+        result = run("step", pack_edits(edits, NUM_EDITS), dataclasses.astuple(bucket))
         _send_back(result, output.wants_logprobs)
         scores = None
         if any(request.wants_scores for request in output.requests):
             scores = dispatch_scores(
                 output,
                 self._table.first_tokens(places),
-                score=lambda packed: programs["score"](self._params, self._state.hidden, self._send(packed)),
-                score_rows=lambda packed: programs["score_rows"](self._params, self._state.hidden, self._send(packed)),
+                score=partial(run, "score"),
+                score_rows=partial(run, "score_rows"),
             )
-        return DispatchedStep(result, logits, places, output.requests, output.wants_logprobs, scores)
+        return DispatchedStep(result, bucket.num_rows, places, output.requests, output.wants_logprobs, scores)
 
     def draw_again(self, step: DispatchedStep, masks: dict[int, np.ndarray | None]) -> DispatchedStep:
         """Draw again for some requests of the newest step, each by its mask, or undo the draw without one.
@@ -247,16 +208,21 @@ class Runner:
         """
         places = {index: int(step.places[index]) for index in masks}
         packed = pack_redraws(
-            {places[index]: mask for index, mask in masks.items()}, len(step.logits), self.model_config.vocab_size
+            {places[index]: mask for index, mask in masks.items()}, step.num_places, self.model_config.vocab_size
         )
-        redraw = self._programs.redraw(len(step.logits))
-        self._state, result = redraw(step.logits, self._state, self._send(packed))
+        result = self._run("redraw", packed)
         _send_back(result, step.wants_logprobs)
         return dataclasses.replace(step, redrawn=(places, result))
 
     def has_ended(self, step: DispatchedStep) -> bool:
         """Whether the device has run a step."""
         return step.result.tokens.is_ready()  # type: ignore[attr-defined]
+
+    def _run(self, program: str, packed: np.ndarray, variant: tuple[int, ...] = ()) -> Any:
+        """`DeviceBatch.run`, in every process."""
+        if isinstance(self._others, Followers):
+            self._others.run(program, packed, variant)
+        return self._batch.run(program, packed, variant)
 
     def fetch(
         self, step: DispatchedStep
@@ -290,15 +256,6 @@ class Runner:
         for index, place in places.items():
             if (wanted := step.requests[index].num_logprobs) >= 0:
                 logprobs[index] = host_logprobs(found, place, wanted)
-
-    def _send(self, packed: np.ndarray) -> jax.Array:
-        return jax.device_put(packed, self._replicated)
-
-    def _shapes_of(self, make: Callable[[], Any]) -> Any:
-        def placed(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=self._replicated)
-
-        return jax.tree.map(placed, jax.eval_shape(make))
 
 
 def _send_back(result: StepResult, with_logprobs: bool) -> None:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.params import Params
 from jaxpage.models.registry import model_for
-from jaxpage.ops.attention import AttentionMetadata, KVCache, Target
+from jaxpage.ops.attention import AttentionMetadata, KVCache, Target, logits_sharding
 from jaxpage.ops.launch import GPU
 from jaxpage.ops.processing import ProcessingState
 from jaxpage.ops.sampling import (
@@ -93,7 +93,8 @@ def compile_step(
         return _step(params, kv_cache, _edit(state, edits), config, bucket, target)
 
     everywhere = NamedSharding(mesh, PartitionSpec())
-    out_shardings = (*_shardings((kv_cache, state)), everywhere, everywhere)
+    by_vocabulary = logits_sharding(mesh, config.model.vocab_size)
+    out_shardings = (*_shardings((kv_cache, state)), everywhere, by_vocabulary)
     jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
     return jitted.lower(params, kv_cache, state, edits).compile()
 
@@ -147,11 +148,14 @@ def compile_redraw(config: ProgramConfig, logits: Any, state: Any, packed: Any) 
     logits: [rows, vocab] float32. state is donated.
     """
 
+    mesh = logits.sharding.mesh
+    target = _target_of(mesh)
+
     def redraw(logits: jax.Array, state: BatchState, packed: jax.Array) -> tuple[BatchState, StepResult]:
         trace_counts["redraw"] += 1
-        return _redraw(logits, state, packed, config)
+        return _redraw(logits, state, packed, config, target)
 
-    out_shardings = (_shardings(state), NamedSharding(logits.sharding.mesh, PartitionSpec()))
+    out_shardings = (_shardings(state), NamedSharding(mesh, PartitionSpec()))
     jitted = jax.jit(redraw, donate_argnums=(1,), out_shardings=out_shardings)
     return jitted.lower(logits, state, packed).compile()
 
@@ -179,7 +183,7 @@ def compile_score(config: ProgramConfig, params: Params, hidden: Any, packed: An
         logits = model_for(config.model.architecture).logits(params, hidden[index], config.model)
         return logprobs_at(logits, following, config.num_logprobs)
 
-    return jax.jit(score).lower(params, hidden, packed).compile()
+    return jax.jit(score, out_shardings=hidden.sharding).lower(params, hidden, packed).compile()
 
 
 def compile_score_rows(config: ProgramConfig, params: Params, hidden: Any, packed: Any) -> jax.stages.Compiled:
@@ -193,7 +197,7 @@ def compile_score_rows(config: ProgramConfig, params: Params, hidden: Any, packe
         logits = model_for(config.model.architecture).logits(params, hidden[packed], config.model)
         return jax.nn.log_softmax(logits, axis=-1)
 
-    return jax.jit(score_rows).lower(params, hidden, packed).compile()
+    return jax.jit(score_rows, out_shardings=hidden.sharding).lower(params, hidden, packed).compile()
 
 
 def compile_draw(logits: Any, sampling: Any) -> jax.stages.Compiled:
@@ -303,7 +307,7 @@ def _step(
     draws = (query_lens > 0) & (kv_lens == num_tokens)
     with jax.named_scope("sample"):
         sampling, processing = _sampling_states(state, rows, draws, config)
-        drawn = sample(logits, sampling, processing)
+        drawn = sample(logits, sampling, processing, target.place_logits)
 
     with jax.named_scope("logprobs"):
         wanted = jnp.where(query_lens > 0, state.num_logprobs[rows], -1)
@@ -321,7 +325,7 @@ def _step(
 
 
 def _redraw(
-    logits: jax.Array, state: BatchState, packed: jax.Array, config: ProgramConfig
+    logits: jax.Array, state: BatchState, packed: jax.Array, config: ProgramConfig, target: Target
 ) -> tuple[BatchState, StepResult]:
     rows = state.places[0, : logits.shape[0]]
     redraw, mask = packed[:, 0], packed[:, 1:]
@@ -331,7 +335,7 @@ def _redraw(
     num_computed = state.num_computed_tokens.at[rows].add(-(redraw == UNDO_DRAW).astype(jnp.int32))
     before = dataclasses.replace(state, num_tokens=num_tokens, num_computed_tokens=num_computed)
     sampling, processing = _sampling_states(before, rows, draws, config)
-    drawn = sample_within(logits, mask, sampling, processing)
+    drawn = sample_within(logits, mask, sampling, processing, target.place_logits)
     logprobs = token_logprobs(logits, drawn, jnp.where(draws, state.num_logprobs[rows], -1), config.num_logprobs)
     updated = dataclasses.replace(
         before,

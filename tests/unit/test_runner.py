@@ -144,7 +144,7 @@ def test_serving_after_warm_up_traces_and_compiles_nothing(
 
 
 def test_strict_shapes_makes_an_implicit_transfer_an_error(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.runner, "_send", lambda packed: packed)
+    monkeypatch.setattr(engine.runner._batch, "_send", lambda packed: packed)
     engine.add(request("implicit", 5, 1))
     with pytest.raises(RuntimeError, match="host-to-device"):
         engine.step()

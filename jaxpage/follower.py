@@ -1,0 +1,19 @@
+"""A process that lends its devices to an engine whose leader is elsewhere: `jaxpage serve --process-id 1 ...`.
+
+It loads its part of the model and runs what the leader runs. It has no scheduler and knows no requests.
+"""
+
+import logging
+
+from jaxpage.config import EngineConfig
+from jaxpage.models.loading import open_checkpoint
+from jaxpage.runner.runner import Runner
+
+
+def follow(config: EngineConfig) -> int:
+    """Follow process 0 to its end. Raises `ModelLoadError` or `ConfigError`."""
+    logging.basicConfig(level=logging.INFO, format=f"%(levelname)s process {config.process_id}: %(message)s")
+    runner = Runner(config, open_checkpoint(config.model))
+    runner.warm_up()
+    runner.follow()
+    return 0

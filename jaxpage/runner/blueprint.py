@@ -1,0 +1,136 @@
+"""What an engine will have on its devices, settled before any of it is there: to serve, or to compile elsewhere."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpage.config import EngineConfig
+from jaxpage.errors import ModelLoadError
+from jaxpage.kv_cache.spec import max_request_tokens, plan_layout
+from jaxpage.models.checkpoint import Checkpoint
+from jaxpage.models.config import ModelConfig, UnsupportedModelError
+from jaxpage.models.parallel import divide_model
+from jaxpage.models.params import Params, param_shapes
+from jaxpage.models.registry import Model, resolve_model
+from jaxpage.ops.attention import KV_CACHE_SPEC, KVCache
+from jaxpage.ops.kv_spec import KVLayout
+from jaxpage.runner.buckets import Bucket, make_buckets
+from jaxpage.runner.own_processors import OwnProcessor, load_processors
+from jaxpage.runner.plan import rules_layout
+from jaxpage.runner.program_table import DeviceShapes
+from jaxpage.runner.resolve import resolve_dtype, resolve_max_model_len, resolve_num_blocks
+from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
+from jaxpage.runner.step import ProgramConfig
+from jaxpage.sampling_params import MAX_BEAM_CANDIDATES, MAX_STOP_TOKEN_IDS
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """One model on a mesh of devices, as its options say."""
+
+    config: EngineConfig
+    mesh: Mesh
+    model: Model
+    model_config: ModelConfig
+    dtype: np.dtype[Any]
+    specs: Params
+    """A `Weight` for each array."""
+    layout: KVLayout
+    num_blocks: int
+    """The null block included."""
+    max_model_len: int
+    processors: tuple[OwnProcessor, ...]
+
+    @property
+    def program_config(self) -> ProgramConfig:
+        return ProgramConfig(self.model_config, MAX_BEAM_CANDIDATES, self.processors)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return make_buckets(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Where everything lies that all devices have: whatever is neither weights nor KV."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def kv_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, KV_CACHE_SPEC)
+
+    def make_state(self) -> BatchState:
+        """A batch without requests."""
+        return empty_state(
+            *(self.config.max_num_seqs, self.max_model_len, len(self.layout.groups)),
+            *(self.config.block_size, MAX_STOP_TOKEN_IDS),
+            rules_size=rules_layout(self.model_config.vocab_size).size,
+            hidden=jnp.zeros((self.config.max_num_batched_tokens, self.model_config.hidden_size), self.dtype),
+        )
+
+    def make_kv_cache(self) -> KVCache:
+        """A cache that holds nothing."""
+        return empty_kv_cache(self.layout, self.num_blocks, self.dtype)
+
+    @cached_property
+    def shapes(self) -> DeviceShapes:
+        """Of weights, cache and batch, and where they lie."""
+        return DeviceShapes(
+            param_shapes(self.specs, self.dtype, self.mesh),
+            _placed(self.make_kv_cache, self.kv_sharding),
+            _placed(self.make_state, self.replicated),
+        )
+
+
+def draw_blueprint(
+    config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, free_bytes: Callable[[Mesh], int]
+) -> Blueprint:
+    """Settle what depends on the model and on the devices; `free_bytes` tells what each of them has for both.
+
+    Raises `ModelLoadError` or `ConfigError`.
+    """
+    try:
+        model, model_config = resolve_model(checkpoint)
+    except UnsupportedModelError as error:
+        raise ModelLoadError(f"{checkpoint.path}: {error}") from error
+    processors = load_processors(config.logits_processors, model_config.vocab_size)
+    model_config = divide_model(model_config, mesh.size)
+    platform = mesh.devices.flat[0].platform
+    dtype = resolve_dtype(config.dtype, platform)
+    specs = model.param_specs(model_config)
+    layout = plan_layout(model.kv_specs(model_config), config.block_size)
+    wanted_len = resolve_max_model_len(config, model_config.max_position_embeddings)
+    num_blocks = config.num_blocks or resolve_num_blocks(
+        *(config, layout, dtype, wanted_len),
+        free_bytes(mesh) - bytes_per_device(param_shapes(specs, dtype, mesh)),
+        platform=platform,
+        num_devices=mesh.size,
+    )
+    max_model_len = min(wanted_len, max_request_tokens(layout, num_blocks - 1, config.max_step_tokens))
+    if max_model_len < wanted_len:
+        logger.warning(
+            "max_model_len lowered from %d to %d: %d blocks (%d tokens each) hold no more; raise --num-blocks",
+            *(wanted_len, max_model_len, num_blocks - 1, config.block_size),
+        )
+    return Blueprint(config, mesh, model, model_config, dtype, specs, layout, num_blocks, max_model_len, processors)
+
+
+def bytes_per_device(shapes: Any) -> int:
+    """Bytes that each device holds of a pytree of `ShapeDtypeStruct`s with shardings."""
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)
+    )
+
+
+def _placed(make: Callable[[], Any], sharding: NamedSharding) -> Any:
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), jax.eval_shape(make)
+    )

@@ -1,0 +1,97 @@
+"""Weights, KV cache and batch on their devices, and the programs that change them, each run by its name.
+
+All that one of several processes must do in step goes through `run`: what the leader runs, its followers run.
+"""
+
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpage.models.checkpoint import Checkpoint
+from jaxpage.models.params import Params, load_params
+from jaxpage.ops.attention import KVCache
+from jaxpage.runner.blueprint import Blueprint
+from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.program_table import ProgramTable
+from jaxpage.runner.state import BatchState
+from jaxpage.runner.step import on_device
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceBatch:
+    """What lives on the devices of one engine. Not thread-safe: one thread runs programs."""
+
+    def __init__(self, blueprint: Blueprint, checkpoint: Checkpoint, programs: ProgramTable) -> None:
+        """Loads the weights. Raises `ModelLoadError`."""
+        self._blueprint = blueprint
+        self._programs = programs
+        self._offloaded: Params | None = None
+        """The weights while asleep."""
+        self._logits: jax.Array | None = None  # [places, vocab] float32, of the last step
+        with ThreadPoolExecutor(1, thread_name_prefix="kv cache") as pool:
+            kv_cache = pool.submit(on_device, blueprint.make_kv_cache, blueprint.kv_sharding)
+            started = time.perf_counter()
+            self._params = load_params(blueprint.specs, checkpoint, blueprint.dtype, blueprint.mesh)
+            logger.info("weights loaded as %s in %.1f s", blueprint.dtype, time.perf_counter() - started)
+            self.state: BatchState = on_device(blueprint.make_state, blueprint.replicated)
+            self._kv_cache: KVCache = kv_cache.result()
+
+    def run(self, program: str, packed: np.ndarray, variant: tuple[int, ...] = ()) -> Any:
+        """Send a program of `runner.step` what it is told, and return at once, with what it gives besides the state.
+
+        variant: the numbers of a step's `Bucket`, or an admission's capacity.
+        """
+        programs, told = self._programs, self._send(packed)
+        match program:
+            case "step":
+                step = programs.step(Bucket(*variant))
+                self._kv_cache, self.state, result, self._logits = step(self._params, self._kv_cache, self.state, told)
+                return result
+            case "redraw":
+                assert self._logits is not None
+                redraw = programs.redraw(len(self._logits))
+                self.state, result = redraw(self._logits, self.state, told)
+                return result
+            case "admit":
+                self.state = programs.admission(*variant)(self.state, told)
+            case "fork":
+                self._kv_cache, self.state = programs["fork"](self._kv_cache, self.state, told)
+            case "edit" | "rules":
+                self.state = programs[program](self.state, told)
+            case _:
+                return programs[program](self._params, self.state.hidden, told)
+        return None
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._offloaded is not None
+
+    def sleep(self, *, offload_weights: bool) -> None:
+        """Free the KV cache, whose content is lost; with `offload_weights`, move the weights to host memory."""
+        for buffer in self._kv_cache.buffers:
+            buffer.delete()
+        self._offloaded = self._params
+        if offload_weights:
+            self._offloaded = jax.device_get(self._params)
+            for weight in jax.tree.leaves(self._params):
+                weight.delete()
+
+    def wake_up(self) -> None:
+        """Take the memory again: an empty KV cache, and the weights."""
+        shardings = jax.tree.map(lambda shape: shape.sharding, self._blueprint.shapes.params)
+        self._params = jax.device_put(self._offloaded, shardings)
+        self._offloaded = None
+        self._kv_cache = on_device(self._blueprint.make_kv_cache, self._blueprint.kv_sharding)
+
+    def _send(self, packed: np.ndarray) -> jax.Array:
+        """To all devices of this process, which every process does: nobody compares what they send."""
+        replicated, mesh = self._blueprint.replicated, self._blueprint.mesh
+        if replicated.is_fully_addressable:
+            return jax.device_put(packed, replicated)
+        copies = [jax.device_put(packed, device) for device in mesh.local_devices]
+        return jax.make_array_from_single_device_arrays(packed.shape, replicated, copies)

@@ -1,0 +1,63 @@
+"""The devices of an engine: a mesh of one axis, over which heads, MLPs and vocabulary are divided."""
+
+import logging
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from jaxpage.config import EngineConfig
+from jaxpage.errors import ConfigError
+from jaxpage.ops.attention import HEADS_AXIS
+
+logger = logging.getLogger(__name__)
+
+
+def join_processes(config: EngineConfig) -> None:
+    """Find the other processes, if there are to be any. Must come before anything that looks for devices."""
+    if config.num_processes == 1 or jax.distributed.is_initialized():
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # for where all devices are CPUs
+    logger.info("process %d of %d waits for the others", config.process_id, config.num_processes)
+    jax.distributed.initialize(config.coordinator_address, config.num_processes, config.process_id)
+
+
+def make_mesh(config: EngineConfig) -> Mesh:
+    """The first devices of each process, equally many. Raises `ConfigError` that tells how many there are."""
+    wanted = config.tensor_parallel_size // config.num_processes
+    devices: list[jax.Device] = []
+    for process in range(config.num_processes):
+        found = jax.local_devices(process_index=process)
+        if len(found) < wanted:
+            where = f"process {process} of {config.num_processes}" if config.num_processes > 1 else "this machine"
+            raise ConfigError(
+                f"--tensor-parallel-size is {config.tensor_parallel_size}, and {where} has {len(found)} of the "
+                f"{wanted} devices ({found[0].device_kind}) that this takes there: lower it, or add devices"
+            )
+        devices += found[:wanted]
+    if config.tensor_parallel_size > 1:
+        logger.info("the model is divided among %d devices (%s)", len(devices), devices[0].device_kind)
+    return Mesh(np.array(devices), (HEADS_AXIS,))
+
+
+def free_bytes(mesh: Mesh) -> int:
+    """Memory that each device of the mesh has left, in every process."""
+    local = list(mesh.local_devices)
+    if local[0].platform == "cpu":
+        free = available_host_memory() // len(local)
+    else:
+        stats = [device.memory_stats() for device in local]
+        free = min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
+    if jax.process_count() > 1:
+        free = int(multihost_utils.process_allgather(np.int64(free)).min())
+    return free
+
+
+def available_host_memory() -> int:
+    """Bytes that new processes could use without swapping (Linux). Raises `ConfigError` where nothing tells."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError("/proc/meminfo does not say MemAvailable: set --num-blocks")

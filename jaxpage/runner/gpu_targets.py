@@ -1,0 +1,124 @@
+"""GPUs that programs can be compiled for where there is none: XLA is told what they are like."""
+
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from jaxpage.errors import ConfigError
+from jaxpage.ops.attention import HEADS_AXIS
+
+POOL_SHARE = 0.75
+"""Of a GPU's memory, what JAX takes unless it is told otherwise (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+
+
+@dataclass(frozen=True)
+class GPUTarget:
+    """A GPU by its data sheet."""
+
+    name: str
+    """As JAX calls it there (`device_kind`)."""
+    compute_capability: int
+    """Major version; the minor is 0."""
+    num_sms: int
+    fpus_per_sm: int
+    clock_ghz: float
+    shared_bytes: int
+    """Shared memory of a multiprocessor."""
+    l2_bytes: int
+    memory_bytes: int
+    bytes_per_second: float
+    """Peak memory bandwidth."""
+    flops_per_second: float
+    """Peak dense bfloat16."""
+
+    @property
+    def pool_bytes(self) -> int:
+        """What weights, KV cache and scratch may take."""
+        return int(POOL_SHARE * self.memory_bytes)
+
+
+_H100 = GPUTarget(
+    name="NVIDIA H100 80GB HBM3",
+    compute_capability=9,
+    num_sms=132,
+    fpus_per_sm=128,
+    clock_ghz=1.98,
+    shared_bytes=233472,
+    l2_bytes=52428800,
+    memory_bytes=85_000_000_000,
+    bytes_per_second=3.35e12,
+    flops_per_second=989e12,
+)
+TARGETS = {
+    "h200": GPUTarget(
+        name="NVIDIA H200",
+        compute_capability=9,
+        num_sms=132,
+        fpus_per_sm=128,
+        clock_ghz=1.98,
+        shared_bytes=233472,
+        l2_bytes=62914560,
+        memory_bytes=150_000_000_000,
+        bytes_per_second=4.8e12,
+        flops_per_second=989e12,
+    ),
+    "h100": _H100,
+    "a100": GPUTarget(
+        name="NVIDIA A100-SXM4-80GB",
+        compute_capability=8,
+        num_sms=108,
+        fpus_per_sm=64,
+        clock_ghz=1.41,
+        shared_bytes=167936,
+        l2_bytes=41943040,
+        memory_bytes=85_000_000_000,
+        bytes_per_second=2.039e12,
+        flops_per_second=312e12,
+    ),
+}
+
+# XLA's GpuTargetConfigProto.
+_DESCRIPTION = """
+gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
+  threads_per_core_limit: 2048  fpus_per_core: {it.fpus_per_sm}  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  core_count: {it.num_sms}  shared_memory_per_core: {it.shared_bytes}
+  shared_memory_per_block_optin: {shared_per_block}  memory_bandwidth: {bandwidth}  l2_cache_size: {it.l2_bytes}
+  clock_rate_ghz: {it.clock_ghz}  device_memory_size: {it.memory_bytes}
+  cuda_compute_capability {{ major: {it.compute_capability} minor: 0 }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
+device_description_str: "{it.name}"
+"""
+
+
+def described_mesh(target: GPUTarget, num_devices: int) -> Mesh:
+    """So many of these GPUs in one machine; programs can be compiled for them, and not run.
+
+    Raises `ConfigError` where JAX has no compiler for GPUs.
+    """
+    _find_compiler()
+    name = f"1x1x{num_devices}"
+    description = _DESCRIPTION.format(
+        it=target, bandwidth=int(target.bytes_per_second), shared_per_block=target.shared_bytes - 1024
+    )
+    topology = topologies.get_topology_desc(name, "cuda", topology=name, target_config=description)
+    return Mesh(np.array(topology.devices), (HEADS_AXIS,))
+
+
+def _find_compiler() -> None:
+    """Let JAX find its CUDA plugin: installed beside it or, as `scripts/setup.sh` does, in a folder of its own."""
+    apart = Path(sys.prefix) / "gpu-compiler"
+    if apart.is_dir() and str(apart) not in sys.path:
+        sys.path.append(str(apart))
+    if not any(find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
+        raise ConfigError(
+            "JAX has no compiler for GPUs here: install jaxpage[cuda12] or jaxpage[cuda13]; no GPU is needed to compile"
+        )
