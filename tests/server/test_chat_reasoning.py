@@ -6,7 +6,7 @@ import pytest
 from chats import HELLO, ask, both, engine, function, prompt_of
 
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.server.dialect import ChatOptions
+from jaxpage.server_config import ServerConfig
 
 ANSWER = "<think>\nHm, 漢字.\n</think>\n\nThe answer."
 
@@ -92,7 +92,7 @@ def test_reasoning_of_earlier_turns_reaches_the_template_by_either_name() -> Non
     ],
 )
 def test_the_parser_can_be_named(parser: str, text: str, expected: dict[str, Any]) -> None:
-    assert both(engine(text), ChatOptions(reasoning_parser=parser))["message"] == expected
+    assert both(engine(text), ServerConfig(reasoning_parser=parser))["message"] == expected
 
 
 def test_a_model_whose_template_knows_no_reasoning_has_none() -> None:
