@@ -28,6 +28,8 @@ class SamplingState:
     position: jax.Array  # [rows] int32, of the token to be drawn
 
 
+_NUM_BEST = 128
+"""Tokens of a row that are looked at first; most requests keep fewer."""
 Place = Callable[[jax.Array], jax.Array]
 """Says on which devices a [rows, vocab] array lies: XLA gathers the result of a branch unless it is told."""
 
@@ -128,25 +130,49 @@ def filter_probabilities(probabilities: jax.Array, state: SamplingState) -> jax.
 
     probabilities: [rows, vocab] float32, relative to the most probable token, which has 1.
     """
-    num_rows, vocab_size = probabilities.shape
     probabilities = jnp.where(probabilities >= state.min_p[:, None], probabilities, 0)
+    # A CPU finds the best tokens of a row in less time than it takes to count the row a few times; a GPU would sort.
+    least = jax.lax.platform_dependent(probabilities, state, cpu=_least_of_the_best, default=_least_of_all)
+    return jnp.where(probabilities >= least[:, None], probabilities, 0)
+
+
+def _least_of_the_best(probabilities: jax.Array, state: SamplingState) -> jax.Array:
+    """`_least_of_all`, where it can be told from the best tokens of each row alone. [rows] float32."""
+    vocab_size = probabilities.shape[1]
+    best, _ = jax.lax.top_k(probabilities, min(_NUM_BEST, vocab_size))
+    k = jnp.where(state.top_k > 0, state.top_k, vocab_size)
+    of_k = jnp.take_along_axis(best, jnp.minimum(k, best.shape[1])[:, None] - 1, axis=1)[:, 0]
+    of_k = jnp.where(k < vocab_size, of_k, 0)
+    kept = jnp.where(best >= of_k[:, None], best, 0)
+    wanted = state.top_p * jnp.sum(jnp.where(probabilities >= of_k[:, None], probabilities, 0), axis=1)
+    reaches = jnp.cumsum(kept, axis=1) >= wanted[:, None]
+    of_p = jnp.take_along_axis(best, jnp.argmax(reaches, axis=1)[:, None], axis=1)[:, 0]
+    least = jnp.where(state.top_p < 1, jnp.maximum(of_p, of_k), of_k)
+    # What a row gets must not depend on what others need.
+    is_told = ((k >= vocab_size) | (k <= best.shape[1])) & ((state.top_p >= 1) | reaches[:, -1])
+    return jax.lax.cond(
+        jnp.all(is_told), lambda: least, lambda: jnp.where(is_told, least, _least_of_all(probabilities, state))
+    )
+
+
+def _least_of_all(probabilities: jax.Array, state: SamplingState) -> jax.Array:
+    """What a token's probability must be so that top-k, then top-p keep it, as [rows] float32; 0 where both are off."""
+    num_rows, vocab_size = probabilities.shape
 
     def find_k() -> jax.Array:
         k = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, vocab_size), vocab_size).astype(jnp.float32)
         return _largest_threshold(probabilities, lambda keep: jnp.sum(keep.astype(jnp.float32), axis=-1) >= k)
 
-    kept_by_k = jax.lax.cond(jnp.any(state.top_k > 0), find_k, lambda: jnp.zeros(num_rows))
-    probabilities = jnp.where(probabilities >= kept_by_k[:, None], probabilities, 0)
+    of_k = jax.lax.cond(jnp.any(state.top_k > 0), find_k, lambda: jnp.zeros(num_rows))
+    kept = jnp.where(probabilities >= of_k[:, None], probabilities, 0)
 
     def find_p() -> jax.Array:
-        wanted = state.top_p * jnp.sum(probabilities, axis=-1)
-        found = _largest_threshold(
-            probabilities, lambda keep: jnp.sum(jnp.where(keep, probabilities, 0), axis=-1) >= wanted
-        )
+        wanted = state.top_p * jnp.sum(kept, axis=-1)
+        found = _largest_threshold(kept, lambda keep: jnp.sum(jnp.where(keep, kept, 0), axis=-1) >= wanted)
         return jnp.where(state.top_p < 1, found, 0)
 
-    kept_by_p = jax.lax.cond(jnp.any(state.top_p < 1), find_p, lambda: jnp.zeros(num_rows))
-    return jnp.where(probabilities >= kept_by_p[:, None], probabilities, 0)
+    of_p = jax.lax.cond(jnp.any(state.top_p < 1), find_p, lambda: jnp.zeros(num_rows))
+    return jnp.maximum(of_k, of_p)
 
 
 def _largest_threshold(probabilities: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
