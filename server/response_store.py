@@ -34,6 +34,11 @@ class ResponseStore:
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._num_bytes = 0
 
+    @property
+    def is_enabled(self) -> bool:
+        """Whether anything is kept."""
+        return self._max_responses > 0
+
     def __len__(self) -> int:
         return len(self._responses)
 

@@ -13,6 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxpage.errors import RequestError
 from jaxpage.outputs import CompletionOutput
 from jaxpage.server.answer import Choice, Sent, choice_of, start
 from jaxpage.server.errors import describe
@@ -50,6 +51,8 @@ async def create_response(http_request: Request) -> Response:
     """POST /v1/responses."""
     request, body = await read_request(http_request, ResponsesRequest)
     service = service_of(http_request)
+    if request.store and not service.response_store.is_enabled:
+        raise RequestError("store is true, and this server stores nothing (--max-stored-responses 0)", "store")
     earlier: Sequence[dict[str, Any]] = ()
     if request.previous_response_id is not None:
         earlier = service.response_store.previous(request.previous_response_id).messages
@@ -115,7 +118,7 @@ class _Turn:
                 total_tokens=usage.total_tokens,
             ),
         )
-        if self.request.store is not False:
+        if response.store:
             body = msgspec.json.encode(response)
             messages = [*self.messages, {"role": "assistant", "content": choice.text}]
             stored = StoredResponse(body, messages, self.num_body_bytes + len(body))
@@ -204,7 +207,7 @@ class _Turn:
             model=self.model,
             output=list(output),
             previous_response_id=request.previous_response_id,
-            store=request.store is not False,
+            store=request.store is not False and self.store.is_enabled,
             temperature=_DEFAULT_TEMPERATURE if request.temperature is None else request.temperature,
             text={"format": {"type": "text"}, **(request.text or {})},
             top_logprobs=request.top_logprobs or 0,

@@ -43,7 +43,7 @@ def test_the_offline_examples_complete_chat_and_search() -> None:
     assert "Paris" in printed
 
 
-@pytest.mark.parametrize("call", ["chat.completions", "responses.create", "messages.stream"])
+@pytest.mark.parametrize("call", ["stream = client.chat", "responses.create", "messages.stream"])
 def test_the_clients_examples_get_an_answer(url: str, call: str) -> None:
     (example,) = [block for block in blocks("python") if call in block]
     assert "http://127.0.0.1:8000" in example

@@ -134,6 +134,13 @@ def test_old_responses_make_room_for_new_ones() -> None:
         assert [client.get(f"{URL}/{one}").status_code for one in ids] == [404, 200, 200]
 
 
+def test_a_server_that_stores_nothing_says_so() -> None:
+    app = build_app(ready_engine(), ServerConfig(max_stored_responses=0))
+    assert asgi(ready_engine(), "POST", URL, app=app, json={"input": "x"}).json()["store"] is False
+    refused = asgi(ready_engine(), "POST", URL, app=app, json={"input": "x", "store": True})
+    assert refused.json()["error"]["param"] == "store"
+
+
 def test_the_store_holds_no_more_bytes_than_it_may_and_counts_right() -> None:
     store = ResponseStore(100)
     half = StoredResponse(b"{}", (), MAX_BYTES // 2)
