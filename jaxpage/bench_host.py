@@ -11,7 +11,7 @@ from jaxpage.config import EngineConfig
 from jaxpage.errors import ConfigError
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.spec import plan_layout
-from jaxpage.loops import LOOPS, Loop
+from jaxpage.loops import LOOPS, Loop, spare_the_collector
 from jaxpage.ops.kv_spec import KVSpec
 from jaxpage.policies import load_policy
 from jaxpage.request import Request
@@ -32,6 +32,7 @@ def scheduler(options: dict[str, Any], *, num_prompts: int, input_len: int, outp
     update_ms: list[float] = []
     for seed in range(repeat):
         target = make_scheduler(config, num_prompts * (input_len + output_len))
+        spare_the_collector()
         for request in make_requests([(input_len, output_len)] * num_prompts, seed):
             target.add(request)
         while target.has_requests:
@@ -76,6 +77,7 @@ def loop(
             config = EngineConfig(**(sized(num_prompts) | options))
             device = SimulatedDevice(device_ms / 1e3, num_prompts, input_len + output_len, config.block_size)
             target = loop_type(make_scheduler(config, num_prompts * (input_len + output_len)), device)
+            spare_the_collector()
             for request in make_requests([(input_len, output_len)] * num_prompts, seed):
                 target.scheduler.add(request)
             _decode_all(target, num_prompts, host)

@@ -55,8 +55,10 @@ def main(requests: str, outputs: str, options: str) -> int:
 def _serve(config: EngineConfig, inbox: "zmq.Socket[bytes]", outbox: "zmq.Socket[bytes]") -> NoReturn:
     """Load, say so, and step for ever."""
     from jaxpage.engine_core import EngineCore
+    from jaxpage.loops import spare_the_collector
 
     core = EngineCore(config, progress=_show_progress)
+    spare_the_collector()
     outbox.send(wire.encode(core.ready))
     while True:
         changed = False

@@ -136,8 +136,9 @@ class Request:
         """
         self.token_ids.append(token_id)
         num_output_tokens = len(self.token_ids) - len(self.prompt_token_ids)
-        goes_on = self.constraint is None or self.constraint.accept(token_id)
-        if not goes_on or (token_id in self.stop_token_ids and num_output_tokens > self.params.min_tokens):
+        if (self.constraint is not None and not self.constraint.accept(token_id)) or (
+            token_id in self.stop_token_ids and num_output_tokens > self.params.min_tokens
+        ):
             return "stop", token_id if token_id in self.params.stop_token_ids else None
         if num_output_tokens >= self.max_tokens:
             return "length", None

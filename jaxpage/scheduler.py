@@ -211,12 +211,11 @@ class Scheduler:
             elif len(request.token_ids) % block_size == 0 and request.num_computed_tokens >= len(request.token_ids):
                 self._publish(request)
             in_text = finish_reason == "stop" and token_id not in request.stop_token_ids
-            outputs.append(
-                TokenOutput(
-                    *(request.request_id, [token_id], finish_reason, stop_token_id, num_cached, found, of_prompt),
-                    ends_in_text=in_text,
-                )
+            # By position: this is the one thing that is made for every token.
+            given = TokenOutput(
+                request.request_id, [token_id], finish_reason, stop_token_id, num_cached, found, of_prompt, in_text
             )
+            outputs.append(given)
         return outputs
 
     def _schedule_running(self, step: "_Step") -> bool:

@@ -209,11 +209,11 @@ def logprobs_at(logits: jax.Array, tokens: jax.Array, k: int) -> TokenLogprobs:
 
     logits: [rows, vocab] float32; tokens: [rows] int32; k: alternatives to report, at most the vocabulary are.
     """
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    token = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
-    rank = 1 + jnp.sum(logprobs > token, axis=-1).astype(jnp.int32)
-    top, top_ids = jax.lax.top_k(logprobs, min(k, logits.shape[1]))
-    return TokenLogprobs(token[:, 0], rank, top_ids.astype(jnp.int32), top)
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    token = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
+    rank = 1 + jnp.sum(logits > token, axis=-1).astype(jnp.int32)
+    top, top_ids = jax.lax.top_k(logits, min(k, logits.shape[1]))
+    return TokenLogprobs((token - total)[:, 0], rank, top_ids.astype(jnp.int32), top - total)
 
 
 def token_logprobs(logits: jax.Array, tokens: jax.Array, wanted: jax.Array, k: int) -> TokenLogprobs:
