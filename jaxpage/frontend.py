@@ -374,8 +374,7 @@ def check_structure(structured: StructuredOutputsParams, tokenizer: Tokenizer, l
             "structured_outputs",
         )
     grammar = grammar_of(structured, tokenizer.special_tokens)
-    if structured.grammar is not None or structured.structural_tag is not None:
-        check_tokens(grammar, tokenizer.for_grammars(limits.vocab_size, tuple(limits.eos_token_ids)))
+    check_tokens(structured, grammar, tokenizer.for_grammars(limits.vocab_size, limits.eos_token_ids))
 
 
 def _check_stop_token_ids(params: SamplingParams | BeamSearchParams, limits: wire.Ready) -> None:

@@ -27,16 +27,34 @@ def grammar_of(params: StructuredOutputsParams, special_tokens: frozenset[str]) 
     return _grammar_of(params, special_tokens)
 
 
-def check_tokens(grammar: str, tokenizer: LLTokenizer) -> None:
-    """Raises `RequestError` if the grammar names special tokens that the tokenizer does not have."""
+@functools.lru_cache(maxsize=256)
+def check_tokens(params: StructuredOutputsParams, grammar: str, tokenizer: LLTokenizer) -> None:
+    """Raises `RequestError` if the grammar of `params` names what the tokenizer has no token for."""
+    name, value = _given(params)
+    text = "".join(value) if isinstance(value, tuple) else str(value)
+    for character in sorted(set(text)):
+        if not _unwritable_bytes(tokenizer).isdisjoint(character.encode("utf-8", "surrogatepass")):
+            raise RequestError(f"{name} holds {character!r}, which no token of this model's can write", name)
     if message := LLMatcher.validate_grammar(grammar, tokenizer):
-        raise RequestError(f"the grammar cannot be used with this model: {_first_lines(message)}", "structured_outputs")
+        raise RequestError(f"{name} cannot be used with this model: {_first_lines(message)}", name)
+
+
+@functools.lru_cache(maxsize=8)
+def _unwritable_bytes(tokenizer: LLTokenizer) -> frozenset[int]:
+    """Bytes that are not among the tokens: none, for most models."""
+    bytes_ = (bytes([byte]) for byte in range(256))
+    return frozenset(byte[0] for byte in bytes_ if tokenizer.decode_bytes(tokenizer.tokenize_bytes(byte)) != byte)
+
+
+def _given(params: StructuredOutputsParams) -> tuple[str, Any]:
+    """The one kind that is given, and how."""
+    name = next(name for name in STRUCTURE_KINDS if getattr(params, name) not in (None, False))
+    return name, getattr(params, name)
 
 
 @functools.lru_cache(maxsize=256)
 def _grammar_of(params: StructuredOutputsParams, special_tokens: frozenset[str]) -> str:
-    name = next(name for name in STRUCTURE_KINDS if getattr(params, name) not in (None, False))
-    value = getattr(params, name)
+    name, value = _given(params)
     if isinstance(value, str) and len(value) > MAX_GRAMMAR_CHARS:
         raise RequestError(f"{name} has {len(value)} characters: at most {MAX_GRAMMAR_CHARS}", name)
     try:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from byte_tokenizer import TOOL, make_tokenizer
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from jaxpage.errors import RequestError
 from jaxpage.sampling_params import SamplingParams, StructuredOutputsParams
@@ -16,6 +16,10 @@ NO_SPECIAL: frozenset[str] = frozenset()
 
 
 TOKENIZER = make_tokenizer()
+
+
+def check(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> None:
+    check_tokens(params, grammar_of(params, NO_SPECIAL), tokenizer)
 
 
 def accepts(params: StructuredOutputsParams, text: str | list[int], special: frozenset[str] = NO_SPECIAL) -> bool:
@@ -128,9 +132,23 @@ def test_a_trigger_may_be_a_special_token() -> None:
 
 
 def test_a_special_token_that_the_model_lacks_is_refused() -> None:
-    check_tokens(grammar_of(StructuredOutputsParams(grammar="start: <tool>"), NO_SPECIAL), TOKENIZER)
+    check(StructuredOutputsParams(grammar="start: <tool>"), TOKENIZER)
     with pytest.raises(RequestError, match="nosuch"):
-        check_tokens(grammar_of(StructuredOutputsParams(grammar="start: <nosuch>"), NO_SPECIAL), TOKENIZER)
+        check(StructuredOutputsParams(grammar="start: <nosuch>"), TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        StructuredOutputsParams(choice=("yes", "grün")),
+        StructuredOutputsParams(regex="grün+"),
+        StructuredOutputsParams(json={"enum": ["grün"]}),
+    ],
+)
+def test_what_no_token_of_the_model_can_write_is_refused(params: StructuredOutputsParams) -> None:
+    check(params, TOKENIZER)
+    with pytest.raises(RequestError, match=r"holds 'ü', which no token"):
+        check(params, make_tokenizer(num_bytes=128))
 
 
 def test_exactly_one_kind_is_given() -> None:
