@@ -38,7 +38,7 @@ def quick_compiles() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def tiny_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Options of an engine on the tiny Llama, with small blocks, three buckets and logits processors.
 
     A token of its tokenizer is an ASCII character, by its code; 2 is the end of a text. Programs are compiled by the
@@ -50,7 +50,7 @@ def tiny_options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         of_run = of_run.parent
     tiny.write_checkpoint(folder / "model", tiny.TINY["llama"], tiny.make_weights(tiny.TINY["llama"]))
     ascii_tokenizer().save(str(folder / "model" / "tokenizer.json"))
-    return {
+    options = {
         "model": str(folder / "model"),
         "compile_cache_dir": str(of_run / "programs"),
         "background_compile": False,
@@ -62,6 +62,9 @@ def tiny_options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "max_num_batched_tokens": 16,
         "logits_processors": ("own_processors:always", "own_processors:last_again", "own_processors:nowhere"),
     }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "unit"))  # engines of their own import those, too
+        yield options
 
 
 def ascii_tokenizer() -> tokenizers.Tokenizer:

@@ -45,7 +45,7 @@ def workload(prompts: Sequence[list[int]], num_requests: int) -> list[Work]:
     for index in range(num_requests):
         start = rng.choice((0, 0, rng.randrange(len(text) // 2)))  # many begin alike
         greedy = rng.random() < 0.5
-        is_long = index % 20 == 0  # enough to outgrow the pool beside the others
+        is_long = index % 10 == 0  # enough to outgrow the pool beside the others
         max_tokens = 30 if is_long else rng.randint(1, 4)
         params = SamplingParams(
             temperature=0.0 if greedy else rng.choice((0.5, 1.0)),

@@ -300,6 +300,7 @@ ACCEPTED: list[tuple[str, list[Any]]] = [
     ("stop_token_ids", [(), (0,), tuple(range(MAX_STOP_TOKEN_IDS))]),
     ("ignore_eos", [False, True]),
     ("skip_special_tokens", [False, True]),
+    ("shown_special_tokens", [(), ("[TOOL_CALLS]",)]),
 ]
 REFUSED: list[tuple[str, list[Any]]] = [
     ("beam_width", [0, -1, MAX_BEAM_WIDTH + 1, 1.5, "3", None, True]),
@@ -309,6 +310,7 @@ REFUSED: list[tuple[str, list[Any]]] = [
     ("stop_token_ids", [5, None, "5", (-1,), (5, -1), (1.5,), ("a",), (True,)]),
     ("ignore_eos", [0, None, "yes"]),
     ("skip_special_tokens", [1, None, "yes"]),
+    ("shown_special_tokens", [None, "[TOOL_CALLS]"]),
 ]
 
 
