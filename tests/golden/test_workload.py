@@ -33,8 +33,8 @@ class Work:
 
 
 @pytest.fixture(scope="module", params=CASES)
-def model(request: pytest.FixtureRequest) -> Iterator[Model]:
-    with open_model(request.param, full=True) as model:
+def model(request: pytest.FixtureRequest, full: bool) -> Iterator[Model]:
+    with open_model(request.param, full=full) as model:
         yield model
 
 
@@ -105,7 +105,7 @@ def test_a_random_workload_gives_the_same_in_every_mode(model: Model, full: bool
     for mode in LOOPS:
         with model.host(caching=True, num_blocks=model.case.crowded_pool, mode=mode) as scheduler:
             given[mode] = serve(model, work)
-            assert scheduler.num_preemptions > 0
+            assert scheduler.num_preemptions > 0, mode
     reasons = {sequence.finish_reason for output in given["sync"] for sequence in output.outputs}
     assert reasons == {"stop", "length", "abort"}
     for mode in ("overlap", "resident"):
