@@ -83,6 +83,11 @@ def _parser() -> argparse.ArgumentParser:
     compiling.add_argument("--out", required=True, metavar="FOLDER", help="new folder, for `serve --programs FOLDER`")
     add_fields(compiling.add_argument_group("engine"), EngineConfig, skip=("programs", "compile_cache_dir"))
 
+    _add_benches(commands)
+    return parser
+
+
+def _add_benches(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure", description="Measure the engine on this machine.")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
     for name, it in BENCHES.items():
@@ -114,7 +119,6 @@ def _parser() -> argparse.ArgumentParser:
     roof.add_argument("--context", type=int, default=1024, metavar="N", help="positions of each row (%(default)s)")
     roof.add_argument("--json", action="store_true", help="print one JSON object per line")
     add_fields(roof.add_argument_group("engine"), EngineConfig)
-    return parser
 
 
 def _command(commands: Any, name: str, run: Any, help_text: str) -> argparse.ArgumentParser:

@@ -101,23 +101,22 @@ class Loop(ABC):
         drawn in a later step.
         """
         output, step = self._in_flight[-1]
-        constrained = {
-            index: request
+        masks = {
+            index: request.constraint.mask
             for index, request in enumerate(output.requests)
             if request.constraint is not None
             and request.num_in_flight  # its prompt does not go on
             and request.status is not RequestStatus.FINISHED
         }
-        if not constrained:
+        if not masks:
             return
-        masks = {index: request.constraint.mask for index, request in constrained.items() if request.constraint}
         self._timed("mask", self._wait_for_masks, list(masks.values()), len(masks) < len(output.requests), step)
         ready = {
             index: mask.result() if mask.done() and not mask.exception() else None for index, mask in masks.items()
         }
         for index, mask in ready.items():
             if mask is None:
-                self.scheduler.hold_back(constrained[index])
+                self.scheduler.hold_back(output.requests[index])
         self._in_flight[-1] = output, self._timed("dispatch", self.device.draw_again, step, ready)
 
     def _wait_for_masks(self, masks: list[Future[np.ndarray]], others_wait: bool, step: Any) -> None:

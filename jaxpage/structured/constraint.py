@@ -77,6 +77,7 @@ class Grammars:
         for token_id in eos_token_ids:
             ends[token_id // 32] |= np.uint32(1 << token_id % 32)
         self._going_on = ~ends.view(np.int32)
+        self._is_closed = False
         self._lock = threading.Lock()
         self._tokenizer: Tokenizer | None = None
         self._num_mask_tokens = vocab_size
@@ -94,13 +95,17 @@ class Grammars:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(params)
         constraint = Constraint(self._mask_without_end if ignore_eos else self._mask, self._masking)
-        compiled.add_done_callback(
-            lambda done: self._compiling.submit(constraint.begin, done) and None
-        )  # no thread waits
+
+        def begin(done: Future[LLMatcher]) -> None:
+            if not self._is_closed:  # nobody waits in a thread for another's grammar
+                self._compiling.submit(constraint.begin, done)
+
+        compiled.add_done_callback(begin)
         return constraint
 
     def close(self) -> None:
         """Compile nothing more; waits for what is being computed."""
+        self._is_closed = True
         self._compiling.shutdown(cancel_futures=True)
         self._masking.shutdown(cancel_futures=True)
 
