@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxpage.ops.attention_xla import paged_attention_xla
+from jaxpage.ops.attention_xla import QueryBlocks, cut_queries, paged_attention_xla
 from jaxpage.ops.kv_spec import KVGroup, KVLayout
 from jaxpage.ops.kv_write import rotate_and_write_kv
 from jaxpage.ops.launch import GPU
@@ -72,12 +73,12 @@ class AttentionMetadata:
 
     def of_group(self, index: int, layout: KVLayout) -> "LayerMetadata":
         """The batch as the layers of KV group `index` see it."""
+        rows = (self.block_tables[index], self.query_start, self.query_lens, self.kv_lens)
+        on_gpu = self.target.gpu is not None
         return LayerMetadata(
-            slots=self.slots[index],
-            block_tables=self.block_tables[index],
-            query_start=self.query_start,
-            query_lens=self.query_lens,
-            kv_lens=self.kv_lens,
+            self.slots[index],
+            *rows,
+            blocks=None if on_gpu else cut_queries(*rows, self.rope_lengths.shape[0], self.max_query_len),
             max_query_len=self.max_query_len,
             group=layout.groups[index],
             target=self.target,
@@ -94,6 +95,7 @@ class LayerMetadata:
     query_start: jax.Array  # [rows + 1] int32
     query_lens: jax.Array  # [rows] int32
     kv_lens: jax.Array  # [rows] int32
+    blocks: QueryBlocks | None  # what plain XLA takes in place of the rows
     max_query_len: int = field(metadata={"static": True})
     group: KVGroup = field(metadata={"static": True})
     target: Target = field(metadata={"static": True})
@@ -130,7 +132,7 @@ def attend(
         heads: tuple[jax.Array, jax.Array, jax.Array],
         rope: tuple[jax.Array, jax.Array] | None,
         stored: jax.Array,
-        step: dict[str, jax.Array],
+        step: dict[str, Any],
         slots: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         # Layers that keep less per token see the same page as a larger block.
@@ -157,10 +159,12 @@ def attend(
             out_specs=(by_head, KV_CACHE_SPEC),
             check_vma=False,  # Triton kernels do not say which axes their results vary over
         )
-    step = {
+    step: dict[str, Any] = {
         "block_tables": metadata.block_tables,
         "query_start": metadata.query_start,
         "query_lens": metadata.query_lens,
         "kv_lens": metadata.kv_lens,
     }
+    if metadata.blocks is not None:
+        step["blocks"] = metadata.blocks
     return attend_on_device((q, k, v), rope, buffer, step, metadata.slots)

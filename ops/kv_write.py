@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpage.ops.rope import apply_rope
 
@@ -32,4 +33,5 @@ def write_kv(kv_layer: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) 
     """
     block_size = kv_layer.shape[2]
     new = jnp.stack([k, v], axis=1).astype(kv_layer.dtype)
-    return kv_layer.at[slots // block_size, :, slots % block_size].set(new, mode="drop")
+    block, offset = lax.div(slots, block_size), lax.rem(slots, block_size)
+    return kv_layer.at[block, :, offset].set(new, mode="drop", wrap_negative_indices=False)

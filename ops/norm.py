@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -10,8 +11,9 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     x: [..., embed]; weight: [embed]. Returns x's shape and dtype.
     """
     x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale).astype(x.dtype) * weight
+    scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1) + eps)
+    scaled = x32 * lax.broadcast_in_dim(scale, x.shape, range(x.ndim - 1))
+    return scaled.astype(x.dtype) * lax.broadcast_in_dim(weight, x.shape, (x.ndim - 1,))
 
 
 def zero_centered_rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

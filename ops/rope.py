@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,10 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     x: [tokens, heads, head_dim]; cos, sin: [tokens, rotary_dim / 2]. Returns x's shape and dtype.
     """
     half = cos.shape[-1]
-    c, s = cos[:, None, :], sin[:, None, :]
     x32 = x.astype(jnp.float32)
-    first, second, rest = x32[..., :half], x32[..., half : 2 * half], x32[..., 2 * half :]
-    return jnp.concatenate([first * c - second * s, second * c + first * s, rest], axis=-1).astype(x.dtype)
+    first, second = x32[..., :half], x32[..., half : 2 * half]
+    c, s = (lax.broadcast_in_dim(angle, first.shape, (0, 2)) for angle in (cos, sin))
+    parts = [first * c - second * s, second * c + first * s]
+    if x.shape[-1] > 2 * half:
+        parts.append(x32[..., 2 * half :])
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpage.ops.processing import LAST_RESORT, ProcessingState, process
+from jaxpage.ops.running_sum import running_sum
 
 
 @jax.tree_util.register_dataclass
@@ -145,7 +146,7 @@ def _least_of_the_best(probabilities: jax.Array, state: SamplingState) -> jax.Ar
     of_k = jnp.where(k < vocab_size, of_k, 0)
     kept = jnp.where(best >= of_k[:, None], best, 0)
     wanted = state.top_p * jnp.sum(jnp.where(probabilities >= of_k[:, None], probabilities, 0), axis=1)
-    reaches = jnp.cumsum(kept, axis=1) >= wanted[:, None]
+    reaches = running_sum(kept) >= wanted[:, None]
     of_p = jnp.take_along_axis(best, jnp.argmax(reaches, axis=1)[:, None], axis=1)[:, 0]
     least = jnp.where(state.top_p < 1, jnp.maximum(of_p, of_k), of_k)
     # What a row gets must not depend on what others need.

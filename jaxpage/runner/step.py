@@ -28,6 +28,7 @@ from jaxpage.models.registry import model_for
 from jaxpage.ops.attention import AttentionMetadata, KVCache, Target, logits_sharding
 from jaxpage.ops.launch import GPU
 from jaxpage.ops.processing import ProcessingState
+from jaxpage.ops.running_sum import running_sum
 from jaxpage.ops.sampling import (
     SamplingState,
     TokenLogprobs,
@@ -267,13 +268,15 @@ def _step(
     rows, query_lens = state.places[:, : bucket.num_rows]
 
     # Which row each token belongs to, and where in the row it stands.
-    query_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(query_lens)])
+    query_start = jnp.concatenate([jnp.zeros(1, jnp.int32), running_sum(query_lens)])
     token = jnp.arange(bucket.num_tokens)
     if bucket.max_query_len == 1:
         index = token
         live = query_lens > 0
     else:
-        index = jnp.minimum(jnp.searchsorted(query_start[1:], token, side="right"), bucket.num_rows - 1)
+        index = jnp.minimum(
+            jnp.searchsorted(query_start[1:], token, side="right", method="compare_all"), bucket.num_rows - 1
+        )
         live = token < query_start[-1]
     num_computed = state.num_computed_tokens[rows]
     positions = num_computed[index] + token - query_start[index]
