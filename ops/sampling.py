@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxpage.ops.best_tokens import best_tokens
 from jaxpage.ops.processing import LAST_RESORT, ProcessingState, process
 from jaxpage.ops.running_sum import running_sum
 
@@ -140,7 +141,7 @@ def filter_probabilities(probabilities: jax.Array, state: SamplingState) -> jax.
 def _least_of_the_best(probabilities: jax.Array, state: SamplingState) -> jax.Array:
     """`_least_of_all`, where it can be told from the best tokens of each row alone. [rows] float32."""
     vocab_size = probabilities.shape[1]
-    best, _ = jax.lax.top_k(probabilities, min(_NUM_BEST, vocab_size))
+    best, _ = best_tokens(probabilities, min(_NUM_BEST, vocab_size))
     k = jnp.where(state.top_k > 0, state.top_k, vocab_size)
     of_k = jnp.take_along_axis(best, jnp.minimum(k, best.shape[1])[:, None] - 1, axis=1)[:, 0]
     of_k = jnp.where(k < vocab_size, of_k, 0)
@@ -213,8 +214,8 @@ def logprobs_at(logits: jax.Array, tokens: jax.Array, k: int) -> TokenLogprobs:
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     token = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
     rank = 1 + jnp.sum(logits > token, axis=-1).astype(jnp.int32)
-    top, top_ids = jax.lax.top_k(logits, min(k, logits.shape[1]))
-    return TokenLogprobs((token - total)[:, 0], rank, top_ids.astype(jnp.int32), top - total)
+    top, top_ids = best_tokens(logits, min(k, logits.shape[1]))
+    return TokenLogprobs((token - total)[:, 0], rank, top_ids, top - total)
 
 
 def token_logprobs(logits: jax.Array, tokens: jax.Array, wanted: jax.Array, k: int) -> TokenLogprobs:

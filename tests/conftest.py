@@ -31,9 +31,11 @@ def full(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def quick_compiles() -> Iterator[None]:
-    """For tests that compile programs and run each a few times."""
+    """For tests that compile programs and run each a few times, here or in processes that they start."""
     jax.config.update("jax_disable_most_optimizations", True)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 

@@ -133,6 +133,7 @@ class ProgramTable:
         self._pool.shutdown(cancel_futures=True)
         if self._background is not None:
             self._background.join()
+        self._store.save()
 
     def bucket(self, num_tokens: int, num_rows: int, max_query_len: int) -> Bucket:
         """The cheapest ready one that holds such a step."""
@@ -164,6 +165,7 @@ class ProgramTable:
     def _later(self, work: Callable[[Any], Any], what: Any) -> Future[Any]:
         def when_it_may() -> Any:
             self._may_go_on.wait(_PATIENCE_SECONDS)
+            self._store.save()
             return work(what)
 
         return self._pool.submit(when_it_may)
@@ -173,6 +175,7 @@ class ProgramTable:
         for bucket in buckets:
             if self._closing.is_set():
                 return
+            self._store.save()
             self._compile_step(bucket)
         with contextlib.suppress(CancelledError):  # closed meanwhile
             self._finish()
@@ -182,6 +185,7 @@ class ProgramTable:
             small.result()
         for admission in self._shorter:
             admission.result()
+        self._store.save()
         stats = self._store.stats
         logger.info(
             "all %d programs are ready: %d from disk, the others compiled; %.1f s of work",

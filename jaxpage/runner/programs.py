@@ -51,6 +51,7 @@ class ProgramStore:
         self._devices = list(mesh.devices.flat)
         self._environment = environment(mesh)
         self._lock = threading.Lock()
+        self._unsaved: list[tuple[Path, jax.stages.Compiled]] = []
         self.stats = CompileStats()
 
     def get(
@@ -58,6 +59,7 @@ class ProgramStore:
     ) -> jax.stages.Compiled:
         """The program `name` for `config` (anything whose repr says all) and arguments shaped like `args`.
 
+        What was compiled is kept at the next `save`: half a second for a large one, which serving need not wait for.
         Raises `ConfigError` for one that would have to be compiled and may not.
         """
         started = time.perf_counter()
@@ -73,14 +75,22 @@ class ProgramStore:
                     "the options that it is served with"
                 )
             program = compile_program()
-            _save(path, program)
         seconds = time.perf_counter() - started
         with self._lock:
+            if not loaded:
+                self._unsaved.append((path, program))
             self.stats.num_programs += 1
             self.stats.num_loaded += loaded
             self.stats.seconds += seconds
         logger.debug("%s %s in %.2f s", "loaded" if loaded else "compiled", name, seconds)
         return program
+
+    def save(self) -> None:
+        """Write what was compiled since the last time."""
+        with self._lock:
+            unsaved, self._unsaved = self._unsaved, []
+        for path, program in unsaved:
+            _save(path, program)
 
     def _load(self, path: Path) -> jax.stages.Compiled | None:
         if not path.exists():

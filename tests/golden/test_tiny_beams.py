@@ -23,7 +23,7 @@ MAX_NUM_SEQS = 16
 
 
 @pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
+def core(quick_compiles: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
     folder = tmp_path_factory.mktemp("tiny_llama")
     core = open_engine(folder, "llama", max_model_len=64, num_blocks=200, max_num_seqs=MAX_NUM_SEQS)
     yield core

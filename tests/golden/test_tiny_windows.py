@@ -29,7 +29,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def core(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
+def core(name: str, quick_compiles: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
     folder = tmp_path_factory.mktemp(name)
     core = open_engine(folder, name, max_model_len=144, num_blocks=100, max_num_seqs=MAX_NUM_SEQS)
     yield core

@@ -20,7 +20,7 @@ MAX_GROWTH = 20 * 1024
 
 
 @pytest.fixture(scope="module")
-def server(tiny_options: dict[str, Any]) -> Iterator[ServerProcess]:
+def server(tiny_options: dict[str, Any], quick_compiles: None) -> Iterator[ServerProcess]:
     options = dict(tiny_options, max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64, num_blocks=200)
     model = options.pop("model")
     del options["logits_processors"]  # the server's process knows nothing of the tests' folders

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 GUARD_SECONDS = 300
 
 HEAD = """
