@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpage.beam_group import BeamGroup
 from jaxpage.beam_search import BeamSearch
@@ -24,8 +24,10 @@ from jaxpage.runner.runner import Runner
 from jaxpage.sampling_params import MAX_BEAM_WIDTH, MAX_STOP_TOKEN_IDS, nth_seed
 from jaxpage.scheduler import Scheduler
 from jaxpage.structured.constraint import Grammars
-from jaxpage.tokenizer import load_tokenizer
 from jaxpage.wire import AddRequest, BeamOutput, Outputs, Ready, TokenOutput, sequence_id
+
+if TYPE_CHECKING:
+    from jaxpage.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ class EngineCore:
         self._eos_token_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)[:MAX_STOP_TOKEN_IDS]
         self.loop = LOOPS[config.engine_mode](scheduler, self.runner)
         vocab_size = self.runner.model_config.vocab_size
-        self._grammars = Grammars(partial(load_tokenizer, config.model), vocab_size, self._eos_token_ids)
+        self._grammars = Grammars(partial(_load_tokenizer, config.model), vocab_size, self._eos_token_ids)
         self._constrained: list[Request] = []
         """Requests whose text must fit a grammar, until they end."""
         self._num_arrived = 0
@@ -306,3 +308,9 @@ class EngineCore:
             **{f"{phase}_seconds": seconds for phase, seconds in self.loop.seconds.items()},
             **self.runner.stats,
         }
+
+
+def _load_tokenizer(model: str) -> "Tokenizer":
+    from jaxpage.tokenizer import load_tokenizer  # a tenth of a second that only grammars need
+
+    return load_tokenizer(model)

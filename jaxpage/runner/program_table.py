@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -165,6 +166,7 @@ class ProgramTable:
     def _later(self, work: Callable[[Any], Any], what: Any) -> Future[Any]:
         def when_it_may() -> Any:
             self._may_go_on.wait(_PATIENCE_SECONDS)
+            _give_way()
             self._store.save()
             return work(what)
 
@@ -172,6 +174,7 @@ class ProgramTable:
 
     def _compile_rest(self, buckets: list[Bucket]) -> None:
         self._may_go_on.wait(_PATIENCE_SECONDS)
+        _give_way()
         for bucket in buckets:
             if self._closing.is_set():
                 return
@@ -244,6 +247,12 @@ class ProgramTable:
         program = self._store.get(name, config, args, compile_program)
         self._progress(self._store.stats.num_programs, self.num_wanted)
         return program
+
+
+def _give_way() -> None:
+    """Let steps have the cores that this thread would compile on; threads have their own priority on Linux alone."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _admission_capacities(max_model_len: int) -> list[int]:

@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 from llguidance import LLMatcher
@@ -17,7 +18,9 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from jaxpage.sampling_params import StructuredOutputsParams
 from jaxpage.structured.grammar import grammar_of
-from jaxpage.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxpage.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +68,9 @@ class Constraint:
 class Grammars:
     """Compiles grammars for one tokenizer, and keeps those that were used last."""
 
-    def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, load_tokenizer: Callable[[], "Tokenizer"], vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
         """The tokenizer is loaded when the first grammar comes. vocab_size: of the logits."""
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
