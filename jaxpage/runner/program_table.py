@@ -81,7 +81,8 @@ class ProgramTable:
         # Much of XLA's compiling is serial: two programs at a time take little longer than one.
         num_threads = min(os.cpu_count() or 1, _MAX_COMPILE_THREADS)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="compile")
-        self._first: list[Future[Any]] = [self._pool.submit(self._compile_step, self._buckets[0])]
+        self._is_traced = threading.Event()
+        self._first: list[Future[Any]] = [self._pool.submit(self._compile_first)]
         self._first.append(self._pool.submit(self._compile_admission, self._capacities[-1]))
         self._small = {name: self._pool.submit(self._compile_small, name) for name in _SMALL}
 
@@ -94,6 +95,13 @@ class ProgramTable:
     def token_budget(self) -> int:
         """Tokens that a step may carry by what is ready."""
         return max(bucket.num_tokens for bucket in tuple(self._steps))
+
+    def wait_traced(self) -> None:
+        """Return when the first step no longer needs Python's lock: everything else that starts an engine can wait.
+
+        It takes twice the time while weights are being read, and nothing takes longer than to compile it.
+        """
+        self._is_traced.wait()
 
     def wait(self, *, background: bool) -> None:
         """Return when every step can run in some bucket, or, unless in the `background`, when all is ready.
@@ -195,14 +203,28 @@ class ProgramTable:
             *(stats.num_programs, stats.num_loaded, stats.seconds),
         )
 
+    def _compile_first(self) -> None:
+        bucket = self._buckets[0]
+        try:
+            if self._store.has("step", (self._config, bucket), self._step_arguments()):
+                self._is_traced.set()
+            self._compile_step(bucket)
+        finally:
+            self._is_traced.set()
+
     def _compile_step(self, bucket: Bucket) -> None:
-        shapes = self._shapes
-        args = (shapes.params, shapes.kv_cache, shapes.state, self._edits(NUM_EDITS))
+        args = self._step_arguments()
+        traced = self._is_traced.set
         self._steps[bucket] = self._get(
-            "step", (self._config, bucket), args, lambda: compile_step(self._config, bucket, *args)
+            "step", (self._config, bucket), args, lambda: compile_step(self._config, bucket, *args, traced)
         )
 
+    def _step_arguments(self) -> tuple[Any, ...]:
+        shapes = self._shapes
+        return (shapes.params, shapes.kv_cache, shapes.state, self._edits(NUM_EDITS))
+
     def _compile_admission(self, capacity: int) -> None:
+        self._is_traced.wait()
         packed = np.zeros(admission_size(capacity, self._shapes.kv_cache.layout), np.int32)
         args = (self._shapes.state, packed)
         self._admit[capacity] = self._get("admit", capacity, args, lambda: compile_admit(capacity, *args))

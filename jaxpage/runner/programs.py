@@ -63,9 +63,7 @@ class ProgramStore:
         Raises `ConfigError` for one that would have to be compiled and may not.
         """
         started = time.perf_counter()
-        shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype), _spec_of(leaf)), args)
-        parts = (name, repr(config), repr(shapes), repr(self._environment))
-        path = self._folder / (hashlib.sha256("\n".join(parts).encode()).hexdigest() + ".program")
+        path = self._path_of(name, config, args)
         program = self._load(path)
         loaded = program is not None
         if program is None:
@@ -84,6 +82,15 @@ class ProgramStore:
             self.stats.seconds += seconds
         logger.debug("%s %s in %.2f s", "loaded" if loaded else "compiled", name, seconds)
         return program
+
+    def has(self, name: str, config: object, args: Any) -> bool:
+        """Whether `get` need not compile it, if its file is sound."""
+        return self._path_of(name, config, args).exists()
+
+    def _path_of(self, name: str, config: object, args: Any) -> Path:
+        shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype), _spec_of(leaf)), args)
+        parts = (name, repr(config), repr(shapes), repr(self._environment))
+        return self._folder / (hashlib.sha256("\n".join(parts).encode()).hexdigest() + ".program")
 
     def save(self) -> None:
         """Write what was compiled since the last time."""

@@ -91,6 +91,7 @@ class Runner:
         self._programs = ProgramTable(
             self._store, blueprint.program_config, blueprint.shapes, blueprint.buckets, progress
         )
+        self._programs.wait_traced()
         try:
             self._batch = DeviceBatch(blueprint, checkpoint, self._programs)
         except BaseException:

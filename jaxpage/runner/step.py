@@ -75,9 +75,17 @@ class StepResult:
 
 
 def compile_step(
-    config: ProgramConfig, bucket: Bucket, params: Params, kv_cache: Any, state: Any, edits: Any
+    config: ProgramConfig,
+    bucket: Bucket,
+    params: Params,
+    kv_cache: Any,
+    state: Any,
+    edits: Any,
+    when_traced: Callable[[], None] = lambda: None,
 ) -> jax.stages.Compiled:
     """Compile the step of one bucket for arguments of these shapes (arrays or `ShapeDtypeStruct`s).
+
+    `when_traced` is called once no more Python runs for it, and XLA has it.
 
     It is made for the devices that their shardings name: GPUs among them need not be on this machine.
     The program is `(params, kv_cache, state, edits) -> (kv_cache, state, StepResult, logits [rows, vocab] float32)`;
@@ -97,7 +105,9 @@ def compile_step(
     by_vocabulary = logits_sharding(mesh, config.model.vocab_size)
     out_shardings = (*_shardings((kv_cache, state)), everywhere, by_vocabulary)
     jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
-    return jitted.lower(params, kv_cache, state, edits).compile()
+    lowered = jitted.lower(params, kv_cache, state, edits)
+    when_traced()
+    return lowered.compile()
 
 
 def _shardings(arguments: Any) -> Any:

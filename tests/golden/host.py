@@ -23,10 +23,11 @@ def exchanged_host(
     *,
     num_blocks: int | None = None,
     max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
     mode: str = "resident",
     caching: bool = True,
 ) -> Iterator[Scheduler]:
-    """Serve with an empty cache, at most as many blocks and rows as the engine has, and in the mode given.
+    """Serve with an empty cache, at most as many blocks, rows and tokens per step as the engine has, in the mode given.
 
     At the end nothing may be left running.
     """
@@ -39,7 +40,7 @@ def exchanged_host(
     scheduler = Scheduler(
         kv_cache,
         max_num_seqs=max_num_seqs or config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=max_num_batched_tokens or config.max_num_batched_tokens,
     )
     core.loop = LOOPS[mode](scheduler, runner)
     try:

