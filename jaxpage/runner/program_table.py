@@ -214,12 +214,13 @@ class ProgramTable:
 
     def _compile_step(self, bucket: Bucket) -> None:
         args = self._step_arguments()
-        traced = self._is_traced.set
-        self._steps[bucket] = self._get(
-            "step", (self._config, bucket), args, lambda: compile_step(self._config, bucket, *args, traced)
-        )
 
-    def _step_arguments(self) -> tuple[Any, ...]:
+        def compile_it() -> jax.stages.Compiled:
+            return compile_step(self._config, bucket, *args, when_traced=self._is_traced.set)
+
+        self._steps[bucket] = self._get("step", (self._config, bucket), args, compile_it)
+
+    def _step_arguments(self) -> tuple[Params, KVCache, BatchState, np.ndarray]:
         shapes = self._shapes
         return (shapes.params, shapes.kv_cache, shapes.state, self._edits(NUM_EDITS))
 
