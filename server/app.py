@@ -22,6 +22,7 @@ from jaxpage.server.auth import ApiKeys
 from jaxpage.server.chat import chat_completions
 from jaxpage.server.completions import completions
 from jaxpage.server.debug import DEBUG_ROUTES
+from jaxpage.server.embeddings import embeddings, score
 from jaxpage.server.errors import ApiError, error_response
 from jaxpage.server.messages import count_tokens, create_message
 from jaxpage.server.openapi import Health, Load, ModelCard, ModelList, Version, openapi
@@ -55,6 +56,9 @@ def build_app(engine: "AsyncEngine", config: ServerConfig) -> Starlette:
             Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
             Route("/v1/messages", create_message, methods=["POST"]),
             Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+            Route("/v1/embeddings", embeddings, methods=["POST"]),
+            Route("/score", score, methods=["POST"]),
+            Route("/v1/score", score, methods=["POST"]),
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
             Route("/health", health),

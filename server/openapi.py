@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from jaxpage.server import messages_protocol, responses_protocol
 from jaxpage.server.chat_protocol import ChatChunk, ChatCompletion, ChatRequest
+from jaxpage.server.embeddings import EmbeddingList, EmbeddingsRequest, ScoreList, ScoreRequest
 from jaxpage.server.errors import AnthropicError, ErrorBody
 from jaxpage.server.protocol import Completion, CompletionRequest, ModelRequest
 from jaxpage.server.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
@@ -42,8 +43,9 @@ _MESSAGE = {
     },
 }
 _HINTS: dict[str, dict[str, Any]] = {
+    "dimensions": {"minimum": 1},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "input": {"items": _MESSAGE},
+    "ResponsesRequest.input": {"items": _MESSAGE},
     "max_completion_tokens": {"minimum": 1},
     "max_output_tokens": {"minimum": 1},
     "max_tokens": {"minimum": 0},
@@ -149,6 +151,9 @@ OPERATIONS = (
     ),
     Operation("get", "/v1/models", "The model under its names", ModelList),
     Operation("get", "/v1/models/{model_id}", "The model under one name", ModelCard),
+    Operation("post", "/v1/embeddings", "Prompts as points in space", EmbeddingList, EmbeddingsRequest),
+    Operation("post", "/score", "How near texts are to each other", ScoreList, ScoreRequest),
+    Operation("post", "/v1/score", "The same", ScoreList, ScoreRequest),
     Operation("post", "/tokenize", "Token ids of a prompt or a chat", Tokens, TokenizeRequest),
     Operation("post", "/detokenize", "Text of token ids", Text, DetokenizeRequest),
     Operation("get", "/health", "Whether a request would be served now", Health),
@@ -175,8 +180,9 @@ def document() -> dict[str, Any]:
         properties = components[body.__name__]["properties"]
         for field in body.neutral.keys() & properties.keys():  # inherited, and refused
             del properties[field]
-        for field in _HINTS.keys() & properties.keys():
-            _narrow(properties[field], _HINTS[field])
+        for field, schema in properties.items():
+            if (hint := _HINTS.get(field) or _HINTS.get(f"{body.__name__}.{field}")) is not None:
+                _narrow(schema, hint)
     paths: dict[str, dict[str, Any]] = {}
     for one in OPERATIONS:
         paths.setdefault(one.path, {})[one.method] = _operation(one, schema_of)

@@ -55,8 +55,8 @@ TO_ENGINE: list[wire.ToEngine] = [
     wire.Call(2**40, "kv_cache_snapshot"),
 ]
 FROM_ENGINE: list[wire.FromEngine] = [
-    wire.Ready(8192, 49152, [2, 0], 4096, 16, 8, ["own"], [100, 50]),
-    wire.Ready(1, 1, [], 2, 1, 1, [], []),
+    wire.Ready(8192, 49152, [2, 0], 4096, 16, 8, ["own"], [100, 50], 576),
+    wire.Ready(1, 1, [], 2, 1, 1, [], [], 1),
     wire.Outputs([], {}),
     wire.Outputs(
         [
