@@ -9,7 +9,7 @@
 
 `converse` raises `RequestError` that names the field at fault, before anything runs; what the engine raises on
 admission goes through `conversation.in_clients_words`. What the deltas are is said in `splitter`. A route of another
-shape makes a `ChatRequest` of its own request first.
+shape makes a `ChatRequest` of its own request first (`chat_protocol.chat_of`), and says its other options as `params`.
 """
 
 from collections.abc import Callable, Sequence
@@ -79,15 +79,21 @@ class Conversation:
         yield from reader.rest(parts.content)
 
 
-def converse(engine: "AsyncEngine", dialect: Dialect, request: ChatRequest) -> Conversation:
-    """The request in the engine's terms."""
+def converse(
+    engine: "AsyncEngine",
+    dialect: Dialect,
+    request: ChatRequest,
+    params: SamplingParams | BeamSearchParams | None = None,
+) -> Conversation:
+    """The request in the engine's terms. params: what a route of another shape says besides the chat itself."""
     functions = request.callable_functions
     token_ids = engine.encode_chat(
         request.messages, tools=_told_tools(request), chat_template_kwargs=request.chat_template_kwargs
     )
     prompt_end = engine.decode(token_ids[-NUM_PROMPT_END_TOKENS:], skip_special_tokens=False)
     tools = dialect.tools if functions and dialect.reads_unforced_calls else None
-    params = request.engine_params(max_tokens(request), engine.max_model_len)
+    if params is None:
+        params = request.engine_params(max_tokens(request), engine.max_model_len)
     if request.must_call:
         tools = dialect.tools or FALLBACK
         several = request.parallel_tool_calls is not False and not request.names_function
