@@ -42,7 +42,31 @@ _MESSAGE = {
         },
     },
 }
+_TEXTS = {"type": "array", "items": {"type": "string"}}
+_FUNCTION: dict[str, Any] = {
+    "required": ["name"],
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
+        "description": {"type": "string"},
+        "parameters": {"type": "object"},
+        "strict": {"type": "boolean"},
+    },
+}
 _HINTS: dict[str, dict[str, Any]] = {
+    "ChatRequest.tools": {
+        "items": {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {"type": {"const": "function"}, "function": {"type": "object", **_FUNCTION}},
+        }
+    },
+    "ResponsesRequest.tools": {
+        "items": {
+            "type": "object",
+            "required": ["type", "name"],
+            "properties": {"type": {"const": "function"}, **_FUNCTION["properties"]},
+        }
+    },
     "dimensions": {"minimum": 1},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
     "ResponsesRequest.input": {"items": _MESSAGE},
@@ -56,7 +80,28 @@ _HINTS: dict[str, dict[str, Any]] = {
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "prompt_logprobs": {"minimum": -1, "maximum": 20},
     "repetition_penalty": {"minimum": 0.001, "maximum": 1000},
+    "response_format": {
+        "required": ["type"],
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
+            "json_schema": {
+                "type": "object",
+                "required": ["schema"],
+                "properties": {"name": {"type": "string"}, "schema": {"type": ["object", "boolean"]}},
+            },
+        },
+    },
     "stop_token_ids": {"items": {"type": "integer", "minimum": 0}},
+    "structured_outputs": {
+        "properties": {
+            "json": {"type": ["object", "string"]},
+            "regex": {"type": "string"},
+            "choice": _TEXTS,
+            "grammar": {"type": "string"},
+            "json_object": {"type": "boolean"},
+            "structural_tag": {"type": "object"},
+        }
+    },
     "temperature": {"minimum": 0, "maximum": 2},
     "tokens": {"items": {"type": "integer", "minimum": 0}},
     "top_k": {"minimum": -1},
@@ -181,7 +226,7 @@ def document() -> dict[str, Any]:
         for field in body.neutral.keys() & properties.keys():  # inherited, and refused
             del properties[field]
         for field, schema in properties.items():
-            if (hint := _HINTS.get(field) or _HINTS.get(f"{body.__name__}.{field}")) is not None:
+            if (hint := _HINTS.get(f"{body.__name__}.{field}") or _HINTS.get(field)) is not None:
                 _narrow(schema, hint)
     paths: dict[str, dict[str, Any]] = {}
     for one in OPERATIONS:
@@ -199,8 +244,8 @@ def document() -> dict[str, Any]:
 
 
 def _narrow(schema: dict[str, Any], hint: dict[str, Any]) -> None:
-    """Add `hint` to the variants of `schema` that it is about: lists, or numbers."""
-    kinds = ("array",) if "items" in hint else ("integer", "number")
+    """Add `hint` to the variants of `schema` that it is about: lists, objects, or numbers."""
+    kinds = ("array",) if "items" in hint else ("object",) if "properties" in hint else ("integer", "number")
     for variant in schema.get("anyOf", [schema]):
         if variant.get("type") in kinds:
             variant.update(hint)
