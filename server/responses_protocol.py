@@ -4,7 +4,6 @@ In: the body of a request. Out: a checked `ResponsesRequest`, and its input as c
 events of a stream are here, too. Fields that are not supported are refused by name, as in `protocol`.
 """
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -12,13 +11,11 @@ import msgspec
 from jaxpage.errors import RequestError
 from jaxpage.server.chat_protocol import TOOL_CHOICES, ChatRequest, FunctionName, NamedTool, chat_of
 from jaxpage.server.protocol import GenerationRequest, Int64, Neutral, PromptTokensDetails
+from jaxpage.server.responses_input import messages_of, tool_of
 from jaxpage.server.structure import Structure, structure_of_format
 
 LOGPROBS = "message.output_text.logprobs"
 """The one value of `include` that has an effect."""
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-"""Role in the input to role in the chat template; templates do not know developers."""
-_TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 class ResponsesRequest(GenerationRequest, kw_only=True):
@@ -96,7 +93,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
             choice = self.tool_choice
         return chat_of(
             messages,
-            tools=[_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())] or None,
+            tools=[tool_of(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())] or None,
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
             chat_template_kwargs=self.chat_template_kwargs,
@@ -106,67 +103,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         """The input as chat messages. Raises `RequestError` that names an item that is no part of a text chat."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        found: list[dict[str, Any]] = []
-        for index, item in enumerate(self.input):
-            message = _message(item, f"input[{index}]")
-            if message is None:
-                continue
-            if "tool_calls" in message and found and found[-1]["role"] == "assistant":
-                found[-1].setdefault("tool_calls", []).extend(message["tool_calls"])  # of the same turn
-            else:
-                found.append(message)
-        return found
-
-
-def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A tool as chats have it."""
-    if (kind := tool.get("type")) != "function":
-        raise RequestError(f"{where} is of type {kind!r}: this server has only the functions of its clients", "tools")
-    fields = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in fields if tool.get(name) is not None}}
-
-
-def _message(item: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """An input item as a chat message; None for the model's reasoning, which is not shown to it again."""
-    kind = item.get("type") or "message"
-    if kind == "reasoning":
-        return None
-    if kind == "function_call":
-        name, arguments, call_id = (_text(item, key, where) for key in ("name", "arguments", "call_id"))
-        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        return {"role": "assistant", "content": None, "tool_calls": [call]}
-    if kind == "function_call_output":
-        output = item.get("output")
-        if isinstance(output, list):
-            output = [_part(part, f"{where}.output") for part in output]
-        elif not isinstance(output, str):
-            raise RequestError(f"{where}.output is neither text nor a list of parts", "input")
-        return {"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output}
-    if kind != "message":
-        raise RequestError(
-            f"{where} is of type {kind!r}: this server takes messages, calls of functions and their output", "input"
-        )
-    role, content = item.get("role"), item.get("content")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise RequestError(f"{where}.role is {role!r}: it must be one of {', '.join(_ROLES)}", "input")
-    if isinstance(content, str):
-        return {"role": _ROLES[role], "content": content}
-    if not isinstance(content, list):
-        raise RequestError(f"{where}.content is neither text nor a list of parts", "input")
-    return {"role": _ROLES[role], "content": [_part(part, f"{where}.content") for part in content]}
-
-
-def _text(item: Mapping[str, Any], key: str, where: str) -> str:
-    if not isinstance(found := item.get(key), str):
-        raise RequestError(f"{where}.{key} is {found!r}: it must be a text", "input")
-    return found
-
-
-def _part(part: Any, where: str) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-        raise RequestError(f"{where} has a part of type {kind!r}: this server takes only text", "input")
-    return {"type": "text", "text": part["text"]}
+        return messages_of(self.input)
 
 
 class TopTextLogprob(msgspec.Struct, kw_only=True):
