@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING
 
 from jaxpage.config import EngineConfig
 from jaxpage.errors import ConfigError, EngineDeadError, JaxpageError, ModelLoadError, RequestError
-from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from jaxpage.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from jaxpage.sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 from jaxpage.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -26,11 +33,14 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
     "EngineDeadError",
     "JaxpageError",
     "Logprob",
     "ModelLoadError",
+    "PoolingParams",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",

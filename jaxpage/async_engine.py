@@ -24,7 +24,7 @@ from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
 from jaxpage.frontend import OpenRequest, Prompt, check_structure, open_request
 from jaxpage.metrics import Metrics
 from jaxpage.outputs import RequestOutput
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from jaxpage.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class AsyncEngine:
         assert self._tokenizer is not None, "start() comes first"
         return self._tokenizer.chat_templates
 
-    async def prepare(self, params: SamplingParams | BeamSearchParams) -> None:
+    async def prepare(self, params: SamplingParams | BeamSearchParams | PoolingParams) -> None:
         """Check in a thread what takes long to check, which is then known to `add_request`. Raises `RequestError`."""
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             limits = self._serving()
@@ -211,13 +211,13 @@ class AsyncEngine:
     def add_request(
         self,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> RequestStream:
-        """Check a request and hand it to the engine. Options as in `LLM.generate` and `LLM.beam_search`.
+        """Check a request and hand it to the engine. Options as in `LLM.generate`, `beam_search` and `embed`.
 
         Raises `RequestError` for a request that cannot be served and `EngineDeadError` when the engine is gone.
         """

@@ -28,6 +28,8 @@ class Answer:
     num_output_tokens: int = 0
     num_input_tokens: int = 0
     text: str = ""
+    status: int | None = None
+    """Of the answer; None where none came."""
     error: str | None = None
 
     @property
@@ -55,7 +57,8 @@ async def stream_completion(url: str, body: dict[str, Any], headers: dict[str, s
     """Send `body` with streaming and usage switched on; never raises for what the server does."""
     answer = Answer(time.perf_counter())
     try:
-        async for data in _events(url, body | {"stream": True, "stream_options": {"include_usage": True}}, headers):
+        body = body | {"stream": True, "stream_options": {"include_usage": True}}
+        async for data in _events(url, body, headers or {}, answer):
             now = time.perf_counter()
             chunk = json.loads(data)
             if "error" in chunk:
@@ -74,8 +77,8 @@ async def stream_completion(url: str, body: dict[str, Any], headers: dict[str, s
     return answer
 
 
-async def _events(url: str, body: dict[str, Any], headers: dict[str, str] | None) -> AsyncIterator[bytes]:
-    """The data of each event up to [DONE]. Raises `ValueError` with the answer if it is no stream."""
+async def _events(url: str, body: dict[str, Any], headers: dict[str, str], answer: Answer) -> AsyncIterator[bytes]:
+    """The data of each event up to [DONE]; notes the status. Raises `ValueError` with what came if it is no stream."""
     parts = urllib.parse.urlsplit(url)
     secure = parts.scheme == "https"
     reader, writer = await asyncio.open_connection(
@@ -84,16 +87,16 @@ async def _events(url: str, body: dict[str, Any], headers: dict[str, str] | None
     try:
         content = json.dumps(body).encode()
         lines = [f"POST {parts.path} HTTP/1.1", f"Host: {parts.netloc}", "Content-Type: application/json"]
-        lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
         lines += [f"Content-Length: {len(content)}", "Connection: close"]
         writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + content)
-        status = int((await reader.readline()).split()[1])
+        answer.status = int((await reader.readline()).split()[1])
         is_chunked = False
         while (line := await reader.readline()) not in (b"\r\n", b""):
             is_chunked = is_chunked or line.lower().replace(b" ", b"").startswith(b"transfer-encoding:chunked")
         pieces = _chunks(reader) if is_chunked else _rest(reader)
-        if status != 200:
-            raise ValueError(f"{status} {b''.join([piece async for piece in pieces]).decode(errors='replace')}")
+        if answer.status != 200:
+            raise ValueError(f"{answer.status} {b''.join([piece async for piece in pieces]).decode(errors='replace')}")
         pending = b""
         async for piece in pieces:
             *whole, pending = (pending + piece).split(b"\n")

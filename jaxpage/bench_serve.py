@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxpage.bench_client import Answer, stream_completion
+from jaxpage.bench_health import watched
 from jaxpage.config import flag
 from jaxpage.errors import ConfigError
 
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--percentile-metrics", default="ttft,tpot,itl", metavar="M,...", help="of ttft,tpot,itl,e2el (%(default)s)")
     add("--metric-percentiles", default="99", metavar="P,...", help="percentiles to report (%(default)s)")
     add("--goodput", nargs="+", default=[], metavar="M:MS", help="bounds that a good request keeps, such as ttft:500")
+    add("--watch-health", action="store_true", help="report how long /health takes meanwhile, asked every 20 ms")
     add("--seed", type=int, default=0, metavar="S", help="of prompts, arrivals and engine (%(default)s)")
     add("--json", action="store_true", help="print one JSON object")
 
@@ -61,10 +63,13 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> Result:
             raise ConfigError(f"{url} does not answer as it should: {first.error}")
         delays = arrival_times(args.num_prompts, args.request_rate, args.burstiness, args.seed)
         cpu_before = api_cpu_seconds(base_url)
-        answers = asyncio.run(ask_all(url, _bodies(args, args.num_prompts, args.seed), delays, args.max_concurrency))
+        health: list[float] = []
+        with watched(base_url) if args.watch_health else contextlib.nullcontext(health) as health:
+            bodies = _bodies(args, args.num_prompts, args.seed)
+            answers = asyncio.run(ask_all(url, bodies, delays, args.max_concurrency))
         cpu_after = api_cpu_seconds(base_url)
     cpu = None if cpu_before is None or cpu_after is None else cpu_after - cpu_before
-    return summary(args, answers, cpu)
+    return summary(args, answers, cpu) | _of_health(health)
 
 
 async def ask_all(
@@ -104,6 +109,7 @@ def summary(args: argparse.Namespace, answers: Sequence[Answer], cpu_seconds: fl
     result: Result = {
         "completed": len(good),
         "failed": len(answers) - len(good),
+        "refused": sum(answer.status == 429 for answer in answers),
         "request_rate": "inf" if args.request_rate == float("inf") else args.request_rate,
         "max_concurrency": args.max_concurrency,
         "duration": duration,
@@ -128,6 +134,18 @@ def summary(args: argparse.Namespace, answers: Sequence[Answer], cpu_seconds: fl
     result["api_cpu_s"] = cpu_seconds
     result["api_cpu_us_per_token"] = None if cpu_seconds is None else 1e6 * cpu_seconds / num_output
     return result
+
+
+def _of_health(times: Sequence[float]) -> Result:
+    """Milliseconds that /health took, where it was watched."""
+    if not times:
+        return {}
+    return {
+        "health_answers": len(times),
+        "median_health_ms": statistics.median(times),
+        "p99_health_ms": percentile(sorted(times), 99),
+        "max_health_ms": max(times),
+    }
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -110,6 +110,7 @@ class EngineCore:
                 max_request_tokens(self.runner.layout, (self.runner.num_blocks - 1) // width, config.max_step_tokens)
                 for width in range(1, MAX_BEAM_WIDTH + 1)
             ],
+            embedding_size=self.runner.model_config.hidden_size,
         )
         self.runner.warm_up()
 
@@ -168,6 +169,7 @@ class EngineCore:
                 num_logprobs=-1 if message.params.logprobs is None else max(message.params.logprobs, 0),
                 num_prompt_logprobs=None if index else message.params.prompt_logprobs,
                 bad_words=message.bad_words,
+                pooling=message.pooling,
                 own_processors=sum(1 << self.ready.logits_processors.index(name) for name in own),
                 extra_keys=None if message.cache_salt is None else ExtraKeys(cache_salt=message.cache_salt),
             )

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from jaxpage import wire
 from jaxpage.errors import RequestError
@@ -20,6 +21,7 @@ from jaxpage.sampling_params import (
     MAX_BEAM_CANDIDATES,
     MAX_STOP_TOKEN_IDS,
     BeamSearchParams,
+    PoolingParams,
     SamplingParams,
     StructuredOutputsParams,
 )
@@ -42,8 +44,15 @@ class NewTokens(NamedTuple):
 class OpenRequest:
     """One request from arrival to its end, with all its sequences."""
 
-    def __init__(self, message: wire.AddRequest, prompt: str | None, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        message: wire.AddRequest,
+        prompt: str | None,
+        tokenizer: Tokenizer,
+        pooling: PoolingParams | None = None,
+    ) -> None:
         self.message = message
+        self._pooling = pooling
         num_sequences = message.params.n if message.beam is None else 1
         self._prompt = prompt
         self._tokenizer = tokenizer
@@ -111,7 +120,10 @@ class OpenRequest:
                 for index, beam in enumerate(output.sequences)
             ]
             return self._output(), False
-        must_abort = self._by_id[output.sequence_id].take(output)
+        sequence = self._by_id[output.sequence_id]
+        if self._pooling is not None and output.pooled:
+            sequence.embedding = embedding_of(output.pooled, self._pooling)
+        must_abort = sequence.take(output)
         return self._output(), must_abort
 
     def end(self, reason: str) -> RequestOutput:
@@ -161,6 +173,7 @@ class _Sequence:
         self._cumulative_logprob: float | None = 0.0 if asked else None
         self._logprobs: list[dict[int, Logprob]] | None = [] if asked else None
         self._score: float | None = None
+        self.embedding: list[float] | None = None
         self._newest: CompletionOutput | None = None
 
     @classmethod
@@ -221,6 +234,7 @@ class _Sequence:
                 self._cumulative_logprob,
                 None if self._logprobs is None else list(self._logprobs),
                 self._score,
+                self.embedding,
             )
         return self._newest
 
@@ -294,7 +308,7 @@ class StopText:
 
 def open_request(
     prompt: Prompt,
-    params: SamplingParams | BeamSearchParams,
+    params: SamplingParams | BeamSearchParams | PoolingParams,
     *,
     request_id: str,
     seed: int,
@@ -321,7 +335,11 @@ def open_request(
         raise RequestError(f"priority is {priority!r}: it must be an int64", "priority")
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
         raise RequestError(f"cache_salt is {cache_salt!r}: it must be a non-empty string", "cache_salt")
-    room = limits.max_model_len - len(token_ids)
+    pooling = None
+    if isinstance(params, PoolingParams):
+        pooling, params = params, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        _check_pooling(pooling, len(token_ids), limits)
+    room = limits.max_model_len - len(token_ids) + (pooling is not None)  # the token that nobody sees needs no place
     if room < 1:
         raise RequestError(
             f"the prompt has {len(token_ids)} tokens, and max_model_len is {limits.max_model_len} with at least one to "
@@ -359,8 +377,19 @@ def open_request(
         )
     if params.seed is not None and params.seed != -1:
         seed = params.seed
-    message = wire.AddRequest(request_id, token_ids, params, seed, max_tokens, priority, cache_salt, beam, bad_words)
-    return OpenRequest(message, text, tokenizer)
+    kind = None if pooling is None else pooling.pooling
+    message = wire.AddRequest(
+        request_id, token_ids, params, seed, max_tokens, priority, cache_salt, beam, bad_words, kind
+    )
+    return OpenRequest(message, text, tokenizer, pooling)
+
+
+def embedding_of(pooled: bytes, params: PoolingParams) -> list[float]:
+    """Pooled hidden states (float32) as they are asked for."""
+    vector = np.frombuffer(pooled, np.float32)[: params.dimensions].astype(np.float64)
+    length = float(np.linalg.norm(vector))
+    found: list[float] = (vector / length if params.normalize and length else vector).astype(np.float32).tolist()
+    return found
 
 
 def check_structure(structured: StructuredOutputsParams, tokenizer: Tokenizer, limits: wire.Ready) -> None:
@@ -375,6 +404,20 @@ def check_structure(structured: StructuredOutputsParams, tokenizer: Tokenizer, l
         )
     grammar = grammar_of(structured, tokenizer.special_tokens)
     check_tokens(structured, grammar, tokenizer.for_grammars(limits.vocab_size, limits.eos_token_ids))
+
+
+def _check_pooling(pooling: PoolingParams, num_tokens: int, limits: wire.Ready) -> None:
+    if num_tokens > limits.max_model_len:
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens, and max_model_len is {limits.max_model_len}: shorten it or raise "
+            "--max-model-len",
+            "prompt",
+        )
+    if pooling.dimensions is not None and pooling.dimensions > limits.embedding_size:
+        raise RequestError(
+            f"dimensions is {pooling.dimensions}, and the model's embeddings have {limits.embedding_size}: lower it",
+            "dimensions",
+        )
 
 
 def _check_stop_token_ids(params: SamplingParams | BeamSearchParams, limits: wire.Ready) -> None:

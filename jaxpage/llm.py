@@ -15,8 +15,8 @@ from jaxpage.config import EngineConfig
 from jaxpage.engine_process import EngineProcess, envelope, error_of
 from jaxpage.errors import EngineDeadError, RequestError
 from jaxpage.frontend import OpenRequest, Prompt, open_request
-from jaxpage.outputs import RequestOutput
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from jaxpage.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from jaxpage.tokenizer import load_tokenizer
 
 _POLL_MS = 250
@@ -205,6 +205,35 @@ class LLM:
         ]
         return self._run(requests, use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Each prompt's embedding: its final hidden states, pooled. Raises as `generate` does."""
+        batch = _as_batch(prompts)
+        params = _per_prompt(
+            "pooling_params", PoolingParams() if pooling_params is None else pooling_params, len(batch)
+        )
+        priorities = _per_prompt("priority", priority, len(batch))
+        requests = [
+            self._open(prompt, one, its_priority, cache_salt)
+            for prompt, one, its_priority in zip(batch, params, priorities, strict=True)
+        ]
+        return [
+            EmbeddingRequestOutput(
+                output.request_id,
+                output.prompt,
+                output.prompt_token_ids,
+                EmbeddingOutput(output.outputs[0].embedding or []),
+            )
+            for output in self._run(requests, use_tqdm)
+        ]
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
@@ -254,7 +283,7 @@ class LLM:
     def _open(
         self,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> OpenRequest:

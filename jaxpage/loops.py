@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpage.request import RequestStatus
-from jaxpage.scheduler import PromptLogprobs, Scheduler, SchedulerOutput
+from jaxpage.scheduler import PromptPiece, Scheduler, SchedulerOutput
 from jaxpage.wire import BeamOutput, TokenLogprobs, TokenOutput
 
 Outputs = list[TokenOutput | BeamOutput]
@@ -43,7 +43,7 @@ class Device(Protocol):
 
     def fetch(
         self, step: Any
-    ) -> tuple[Sequence[int], Sequence[TokenLogprobs | None], Sequence[PromptLogprobs | None] | None]:
+    ) -> tuple[Sequence[int], Sequence[TokenLogprobs | None], Sequence[PromptPiece | None] | None]:
         """Wait for a step's results: one per scheduled request."""
 
 

@@ -78,6 +78,8 @@ class CompletionOutput:
     """Per generated token, by token id: its own log-probability and those of as many alternatives as asked for."""
     score: float | None = None
     """Of a beam search: cumulative_logprob / tokens ** length_penalty."""
+    embedding: list[float] | None = None
+    """Of the prompt, where that was asked for; there is no text then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +99,21 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """Per token of the prompt, where asked for: as in `CompletionOutput.logprobs`, and None for the first token. They
     come with the first generated token."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """A prompt as a point in space."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """A prompt and its embedding."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt as text, when it was given as text."""
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput

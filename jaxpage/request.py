@@ -4,8 +4,10 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jaxpage.kv_cache.hashing import BlockKey, ExtraKeys, block_keys
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import Pooling, SamplingParams
 from jaxpage.wire import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -47,6 +49,10 @@ class Request:
     """The same at the tokens of its prompt, -1 for the whole vocabulary; None for none of it."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """At the prompt's tokens from the second on, as far as they are known."""
+    pooling: Pooling | None = None
+    """It is one for the hidden states of its prompt, pooled so; it generates a token, which nobody sees."""
+    pooled: np.ndarray | None = None  # [embed] float64
+    """The sum of the hidden states that are pooled, as far as they are known."""
     bad_words: list[list[int]] = field(default_factory=list)
     """Token sequences that it must not generate."""
     own_processors: int = 0
@@ -96,8 +102,9 @@ class Request:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether it may start from KV that others have computed: not if every position's logits are asked for."""
-        return not self.params.skip_reading_prefix_cache and self.params.prompt_logprobs is None
+        """Whether it may start from KV that others have computed: not if something of every position is asked for."""
+        of_all = self.params.prompt_logprobs is not None or self.pooling == "mean"
+        return not self.params.skip_reading_prefix_cache and not of_all
 
     @property
     def has_rules(self) -> bool:
@@ -118,6 +125,21 @@ class Request:
         """Take in log-probabilities, the first behind position `first`. After preemption, known ones come again."""
         assert first <= len(self.prompt_logprobs), "chunks of a prompt come in order"
         self.prompt_logprobs += found[len(self.prompt_logprobs) - first :]
+
+    def add_pooled(self, first: int, total: np.ndarray) -> None:
+        """Take in the sum of hidden states from position `first` on. After preemption, they come again from the first.
+
+        total: [embed] float32.
+        """
+        begins = self.pooled is None or first == 0 or self.pooling == "last"
+        self.pooled = total.astype(np.float64) if begins else self.pooled + total
+
+    @property
+    def embedding(self) -> np.ndarray:
+        """The pooled hidden states of the whole prompt, [embed] float32."""
+        assert self.pooled is not None, "its prompt is computed"
+        count = self.num_prompt_tokens if self.pooling == "mean" else 1
+        return (self.pooled / count).astype(np.float32)
 
     @property
     def is_finished(self) -> bool:

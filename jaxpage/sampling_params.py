@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -299,6 +299,29 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         _check_special_tokens(self.shown_special_tokens)
         for field in ("stop_token_ids", "shown_special_tokens"):  # a list may be given
             msgspec.structs.force_setattr(self, field, tuple(getattr(self, field)))
+
+
+Pooling = Literal["last", "mean"]
+"""Which hidden states of a prompt make its embedding: that of the last token, or the mean of all."""
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a prompt becomes an embedding; every field is checked when the object is made.
+
+    Raises `RequestError` that names the field, its value and what is allowed.
+    """
+
+    pooling: Pooling = "last"
+    dimensions: int | None = None
+    """Numbers to keep, the first ones; None for all. Models that are trained for it lose little."""
+    normalize: bool = True
+    """Make its length 1, after numbers have been left out."""
+
+    def __post_init__(self) -> None:
+        _check("pooling", self.pooling, self.pooling in get_args(Pooling), " or ".join(map(repr, get_args(Pooling))))
+        if self.dimensions is not None:
+            _check("dimensions", self.dimensions, _is_int(self.dimensions) and self.dimensions >= 1, "at least 1")
+        _check_switch("normalize", self.normalize)
 
 
 def _is_int(value: object) -> bool:

@@ -9,6 +9,8 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxpage.beam_group import BeamGroup
 from jaxpage.kv_cache.manager import BlockCopy, KVCacheManager, NewBlocks
 from jaxpage.policies import FirstComeFirstServed, Policy
@@ -44,6 +46,19 @@ class PromptLogprobs:
     first: int
     """The position behind which they begin."""
     logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class PooledStates:
+    """The sum of the final hidden states of a piece of a prompt."""
+
+    first: int
+    """The position where it begins."""
+    total: np.ndarray  # [embed] float32
+
+
+PromptPiece = PromptLogprobs | PooledStates
+"""What a step gives a request of its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +193,7 @@ class Scheduler:
         output: SchedulerOutput,
         sampled: Sequence[int],
         logprobs: Sequence[TokenLogprobs | None] | None = None,
-        prompt_logprobs: Sequence[PromptLogprobs | None] | None = None,
+        pieces: Sequence[PromptPiece | None] | None = None,
     ) -> list[TokenOutput | BeamOutput]:
         """Take in the results of a step: `sampled[i]` belongs to `output.requests[i]`, -1 where its prompt goes on.
 
@@ -187,8 +202,11 @@ class Scheduler:
         outputs: list[TokenOutput | BeamOutput] = []
         block_size = self.kv_cache.block_size
         for index, (request, token_id) in enumerate(zip(output.requests, sampled, strict=True)):
-            if prompt_logprobs is not None and (piece := prompt_logprobs[index]) is not None:
-                request.add_prompt_logprobs(piece.first, piece.logprobs)
+            match None if pieces is None else pieces[index]:
+                case PromptLogprobs(first, found_in_prompt):
+                    request.add_prompt_logprobs(first, found_in_prompt)
+                case PooledStates(first, total):
+                    request.add_pooled(first, total)
             if token_id < 0 or request.status is RequestStatus.FINISHED:
                 continue  # its prompt goes on, or the step was dispatched before its end was known
             found = logprobs[index] if logprobs is not None else None
@@ -211,6 +229,10 @@ class Scheduler:
             elif len(request.token_ids) % block_size == 0 and request.num_computed_tokens >= len(request.token_ids):
                 self._publish(request)
             in_text = finish_reason == "stop" and token_id not in request.stop_token_ids
+            if request.pooling is not None:
+                pooled = request.embedding.tobytes()
+                outputs.append(TokenOutput(request.request_id, [], "stop", num_cached_tokens=num_cached, pooled=pooled))
+                continue
             # By position: this is the one thing that is made for every token.
             given = TokenOutput(
                 request.request_id, [token_id], finish_reason, stop_token_id, num_cached, found, of_prompt, in_text

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, Pooling, SamplingParams
 
 
 def sequence_id(request_id: str, index: int) -> str:
@@ -29,6 +29,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", array_like=True):
     """A beam search; `params` then says nothing but how long."""
     bad_words: list[list[int]] = msgspec.field(default_factory=list)
     """Token sequences that must not be generated: what `params.bad_words` are to the tokenizer."""
+    pooling: Pooling | None = None
+    """How the prompt's hidden states become one, which is all that is asked for; `params` then says nothing."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort", array_like=True):
@@ -58,6 +60,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     """Names of the engine's own ones."""
     max_beam_tokens: list[int]
     """Most tokens of each sequence of a beam search 1, 2, ... beams wide: all of them must fit in the KV cache."""
+    embedding_size: int
+    """Numbers of a hidden state."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -87,6 +91,8 @@ class TokenOutput(msgspec.Struct, frozen=True, tag="tokens", array_like=True):
     """At the prompt's tokens from the second on, where they are asked for; in a request's first output."""
     ends_in_text: bool = False
     """Whether the last token of an output that has stopped belongs to its text: a grammar lets nothing follow it."""
+    pooled: bytes = b""
+    """The prompt's pooled hidden states, as float32 in this machine's order of bytes, where they are asked for."""
 
 
 class BeamSequence(msgspec.Struct, frozen=True, array_like=True):

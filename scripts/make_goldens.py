@@ -231,6 +231,7 @@ def main(names: list[str]) -> None:
         "gemma3": make_gemma3_greedy,
         "tiny": make_tiny_logits,
         "beam": make_beam_search,
+        "embeddings": make_embeddings,
     }
     unknown = set(names) - set(makers)
     if unknown:
@@ -546,6 +547,29 @@ def describe_beam(
     if score is not None and abs(score - expected) > 1e-4:
         sys.exit(f"{token_ids} has score {score} where we would say {expected}")
     return {"token_ids": token_ids, "cumulative_logprob": round(cumulative, 6), "score": round(expected, 6)}
+
+
+# --- embeddings ---
+
+
+def make_embeddings() -> str:
+    """Writes embeddings.json: final hidden states, of the last token and the mean of all, each with length 1.
+
+    Two texts for SmolLM2, and a prompt of each of three lengths for the tiny Llama.
+    """
+    smollm2, tokenizer = load_gguf(find_smollm2())
+    llama = load_tiny(tiny.TINY["llama"])
+    cases = [("smollm2", smollm2, tokenizer.encode(text)) for text in (TEXTS[0][0], LETTER)]
+    cases += [("llama", llama, tiny.prompt(length)) for length in (1, 33, 100)]
+    lines = []
+    for name, model, token_ids in cases:
+        states = model.model(torch.tensor([token_ids]), use_cache=False).last_hidden_state[0].double()
+        pooled = {"last": states[-1], "mean": states.mean(0)}
+        vectors = {kind: [round(x, 6) for x in (state / state.norm()).tolist()] for kind, state in pooled.items()}
+        lines.append(json.dumps({"model": name, "prompt_token_ids": token_ids, **vectors}))
+    path = GOLDEN / "embeddings.json"
+    path.write_text('{"cases": [\n' + ",\n".join(lines) + "\n]}\n", encoding="utf-8")
+    return f"embeddings.json: {len(cases)} prompts, {path.stat().st_size / 1024:.0f} KiB"
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from jaxpage.server.auth import ApiKeys
 from jaxpage.server.chat import chat_completions
 from jaxpage.server.completions import completions
 from jaxpage.server.debug import DEBUG_ROUTES
+from jaxpage.server.embeddings import embeddings, score
 from jaxpage.server.errors import ApiError, error_response
 from jaxpage.server.messages import count_tokens, create_message
 from jaxpage.server.openapi import Health, Load, ModelCard, ModelList, Version, openapi
@@ -30,6 +31,7 @@ from jaxpage.server.request_log import REQUEST_ID_HEADER, RequestLog, record_of
 from jaxpage.server.responses import create_response, delete_response, get_response
 from jaxpage.server.service import Service, service_of
 from jaxpage.server.tokenization import detokenize, tokenize
+from jaxpage.server.turnstile import Turnstile
 from jaxpage.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -55,6 +57,9 @@ def build_app(engine: "AsyncEngine", config: ServerConfig) -> Starlette:
             Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
             Route("/v1/messages", create_message, methods=["POST"]),
             Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+            Route("/v1/embeddings", embeddings, methods=["POST"]),
+            Route("/score", score, methods=["POST"]),
+            Route("/v1/score", score, methods=["POST"]),
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
             Route("/health", health),
@@ -83,7 +88,7 @@ def build_app(engine: "AsyncEngine", config: ServerConfig) -> Starlette:
 
 def _middleware(config: ServerConfig) -> list[Middleware]:
     """What every request passes, from the outside in: browsers ask without a key what they may do."""
-    found = [Middleware(RequestLog, enabled=config.log_requests)]
+    found = [Middleware(RequestLog, enabled=config.log_requests), Middleware(Turnstile)]
     if config.allowed_origins:
         found.append(
             Middleware(

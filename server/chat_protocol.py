@@ -160,6 +160,34 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return self.functions if self.may_call else []
 
 
+def chat_of(
+    messages: list[dict[str, Any]],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    tool_choice: str | NamedTool | None = None,
+    parallel_tool_calls: bool | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    include_reasoning: bool | None = None,
+) -> ChatRequest:
+    """The chat in a request of another protocol, checked; `tools` are in this one's form.
+
+    Raises `RequestError` that names `tools` or `tool_choice`.
+    """
+    request = ChatRequest(
+        messages=messages,
+        tools=tools,
+        tool_choice=tool_choice,
+        parallel_tool_calls=parallel_tool_calls,
+        chat_template_kwargs=chat_template_kwargs,
+        include_reasoning=include_reasoning,
+    )
+    try:
+        request.check()
+    except RequestError as error:  # where a function lies one level higher
+        raise RequestError(str(error).replace("].function.", "]."), error.param) from None
+    return request
+
+
 class FunctionCall(msgspec.Struct, kw_only=True):
     """What the model wants to call; its arguments are JSON text as the model wrote it."""
 

@@ -53,12 +53,12 @@ async def completions(http_request: Request) -> Response:
     return await answer(http_request, request, token_ids, params, _form(request, echo))
 
 
-def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
+def split_prompts(prompt: str | list[str | int | list[int]], field: str = "prompt") -> list[str] | list[list[int]]:
     """The prompts in the field: a text, token ids, or a list of either. Raises `RequestError` if kinds are mixed."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise RequestError("prompt is an empty list: give a text, token ids, or a list of either", "prompt")
+        raise RequestError(f"{field} is an empty list: give a text, token ids, or a list of either", field)
     token_ids = [item for item in prompt if isinstance(item, int)]
     texts = [item for item in prompt if isinstance(item, str)]
     lists = [item for item in prompt if isinstance(item, list)]
@@ -68,7 +68,7 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list
         return texts
     if len(lists) == len(prompt):
         return lists
-    raise RequestError("prompt mixes texts, token ids and lists of ids: give only one kind", "prompt")
+    raise RequestError(f"{field} mixes texts, token ids and lists of ids: give only one kind", field)
 
 
 @dataclass(frozen=True, slots=True)

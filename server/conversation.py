@@ -9,10 +9,11 @@
 
 `converse` raises `RequestError` that names the field at fault, before anything runs; what the engine raises on
 admission goes through `conversation.in_clients_words`. What the deltas are is said in `splitter`. A route of another
-shape makes a `ChatRequest` of its own request first.
+shape makes a `ChatRequest` of its own request first (`chat_protocol.chat_of`), and says its other options as `params`.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,13 @@ import msgspec
 
 from jaxpage.errors import RequestError
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
-from jaxpage.server.chat_protocol import ChatRequest, Function
+from jaxpage.server.chat_protocol import ChatRequest
 from jaxpage.server.dialect import FALLBACK, Dialect
 from jaxpage.server.reader import Reader, Reading
 from jaxpage.server.reasoning import ReasoningFormat
 from jaxpage.server.splitter import Parts, Splitter
 from jaxpage.server.tools import ToolFormat
+from jaxpage.server.tools.json_formats import Hermes
 
 if TYPE_CHECKING:
     from jaxpage.async_engine import AsyncEngine
@@ -47,7 +49,8 @@ class Conversation:
     names: frozenset[str]
     """Of the functions that may be called."""
     max_num_calls: int | None
-    forces_calls: bool
+    enforces_calls: bool
+    """Whether a grammar says how they are written."""
     names_function: bool
     """Whether the request says which function is called."""
     shows_reasoning: bool
@@ -67,7 +70,7 @@ class Conversation:
 
     def in_clients_words(self, error: RequestError) -> RequestError:
         """The engine's refusal of a grammar that was made of the request's tools, by the field that it knows."""
-        if self.forces_calls and error.param in ("grammar", "structured_outputs"):
+        if self.enforces_calls and error.param in ("grammar", "structured_outputs"):
             return RequestError(f"tools: the parameters of a function cannot be enforced: {error}", "tools")
         return error
 
@@ -79,19 +82,30 @@ class Conversation:
         yield from reader.rest(parts.content)
 
 
-def converse(engine: "AsyncEngine", dialect: Dialect, request: ChatRequest) -> Conversation:
-    """The request in the engine's terms."""
+def converse(
+    engine: "AsyncEngine",
+    dialect: Dialect,
+    request: ChatRequest,
+    params: SamplingParams | BeamSearchParams | None = None,
+) -> Conversation:
+    """The request in the engine's terms. params: what a route of another shape says besides the chat itself."""
     functions = request.callable_functions
     token_ids = engine.encode_chat(
         request.messages, tools=_told_tools(request), chat_template_kwargs=request.chat_template_kwargs
     )
     prompt_end = engine.decode(token_ids[-NUM_PROMPT_END_TOKENS:], skip_special_tokens=False)
     tools = dialect.tools if functions and dialect.reads_unforced_calls else None
-    params = request.engine_params(max_tokens(request), engine.max_model_len)
+    if params is None:
+        params = request.engine_params(max_tokens(request), engine.max_model_len)
+    several = request.parallel_tool_calls is not False and not request.names_function
+    enforces = request.must_call
     if request.must_call:
         tools = dialect.tools or FALLBACK
-        several = request.parallel_tool_calls is not False and not request.names_function
-        params = _forced(params, _grammar(tools, functions, dialect, several))
+        rules = functools.partial(tools.rules, functions, dialect.terminal, several=several)
+        params = _forced(params, _checked(lambda: "start: calls\n" + rules()))
+    elif isinstance(tools, Hermes) and _may_enforce(params) and any(function.strict for function in functions):
+        grammar = _checked(lambda: tools.grammar_among_text(functions, dialect.terminal, several=several))
+        params, enforces = _forced(params, grammar), True
     if isinstance(params, SamplingParams) and (structure := params.structured_outputs) is not None:
         structure = msgspec.structs.replace(structure, preamble=_preamble(dialect, prompt_end))
         params = msgspec.structs.replace(params, structured_outputs=structure)
@@ -106,7 +120,7 @@ def converse(engine: "AsyncEngine", dialect: Dialect, request: ChatRequest) -> C
         tools,
         frozenset(function.name for function in functions),
         1 if request.parallel_tool_calls is False else None,
-        request.must_call,
+        enforces,
         request.names_function,
         request.include_reasoning is not False,
     )
@@ -135,10 +149,15 @@ def _told_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
     ]
 
 
-def _grammar(tools: ToolFormat, functions: Sequence[Function], dialect: Dialect, several: bool) -> str:
-    """Of calls. Raises `RequestError` for what no grammar can be made of."""
+def _may_enforce(params: SamplingParams | BeamSearchParams) -> bool:
+    """Whether nothing else says what the text must be."""
+    return isinstance(params, SamplingParams) and params.structured_outputs is None
+
+
+def _checked(make_grammar: Callable[[], str]) -> str:
+    """A grammar of calls. Raises `RequestError` for what none can be made of."""
     try:
-        return "start: calls\n" + tools.rules(functions, dialect.terminal, several=several)
+        return make_grammar()
     except ValueError as error:
         if isinstance(error, RequestError):
             raise

@@ -1,20 +1,22 @@
 """/v1/messages: Anthropic's protocol, for clients that speak it."""
 
 import functools
+import itertools
 from collections.abc import AsyncIterator
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxpage.errors import RequestError
 from jaxpage.outputs import CompletionOutput
+from jaxpage.sampling_params import SamplingParams
 from jaxpage.server.answer import Choice, Sent, choice_of, start
+from jaxpage.server.conversation import converse
 from jaxpage.server.errors import AnthropicError, describe_to_anthropic
 from jaxpage.server.generation import Generation
+from jaxpage.server.message_blocks import Blocks
 from jaxpage.server.messages_protocol import (
-    BlockDelta,
-    BlockStart,
-    BlockStop,
     CountTokensRequest,
     Message,
     MessageDelta,
@@ -25,12 +27,11 @@ from jaxpage.server.messages_protocol import (
     MessageUsage,
     Stop,
     StopReason,
-    TextBlock,
-    TextDelta,
     TokenCount,
 )
 from jaxpage.server.request_log import record_of
 from jaxpage.server.service import encode, read_request, service_of
+from jaxpage.server.splitter import Splitter
 from jaxpage.server.sse import event_response, named_frames, whole_response
 
 
@@ -38,9 +39,14 @@ async def create_message(http_request: Request) -> Response:
     """POST /v1/messages: whole or, with `stream`, as events."""
     request, body = await read_request(http_request, MessagesRequest)
     service = service_of(http_request)
+    chat = request.chat()
     params = request.engine_params(request.max_tokens, service.engine.max_model_len)
-    token_ids = await encode(body, lambda: service.engine.encode_chat(request.conversation()))
-    generation = await start(http_request, request, [token_ids], params, "msg")
+    conversation = await encode(body, lambda: converse(service.engine, service.dialect, chat, params))
+    try:
+        generation = await start(http_request, request, [conversation.token_ids], conversation.params, "msg")
+    except RequestError as error:
+        raise conversation.in_clients_words(error) from error
+    splitter = conversation.splitter()
     request_id = record_of(http_request).request_id
     head = Message(
         id=f"msg_{request_id}",
@@ -52,16 +58,19 @@ async def create_message(http_request: Request) -> Response:
     )
     if request.stream:
         last_after = functools.partial(_error_event, request_id)
-        frames = named_frames(_events(generation, head, request.max_tokens), last_after)
+        frames = named_frames(_events(generation, head, request.max_tokens, splitter), last_after)
         return await event_response(http_request, generation, frames)
 
     def reply(outputs: list[tuple[int, CompletionOutput]]) -> msgspec.Struct:
         [(index, output)] = outputs
         choice, usage = choice_of(generation, index, output), _usage(generation)
-        stop = _stop(choice, usage, request.max_tokens)
+        blocks = Blocks()
+        for _ in itertools.chain(blocks.take(splitter.split(choice.text)), blocks.finish()):
+            pass
+        stop = _stop(choice, usage, request.max_tokens, splitter)
         return msgspec.structs.replace(
             head,
-            content=[TextBlock(text=choice.text)],
+            content=blocks.blocks,
             stop_reason=stop.stop_reason,
             stop_sequence=stop.stop_sequence,
             usage=usage,
@@ -73,26 +82,28 @@ async def create_message(http_request: Request) -> Response:
 async def count_tokens(http_request: Request) -> Response:
     """POST /v1/messages/count_tokens: what the same conversation would have as input tokens."""
     request, body = await read_request(http_request, CountTokensRequest)
-    engine = service_of(http_request).engine
-    token_ids = await encode(body, lambda: engine.encode_chat(request.conversation()))
-    return Response(msgspec.json.encode(TokenCount(input_tokens=len(token_ids))), media_type="application/json")
+    service, chat = service_of(http_request), request.chat()
+    conversation = await encode(body, lambda: converse(service.engine, service.dialect, chat, SamplingParams()))
+    count = TokenCount(input_tokens=len(conversation.token_ids))
+    return Response(msgspec.json.encode(count), media_type="application/json")
 
 
-async def _events(generation: Generation, head: Message, max_tokens: int) -> AsyncIterator[MessageEvent]:
+async def _events(
+    generation: Generation, head: Message, max_tokens: int, splitter: Splitter
+) -> AsyncIterator[MessageEvent]:
     yield MessageStart(message=msgspec.structs.replace(head, usage=_usage(generation)))
-    yield BlockStart(content_block=TextBlock(text=""))
-    sent = Sent()
+    blocks, sent = Blocks(), Sent()
     choice: Choice | None = None
     async for index, output in generation.updates():
         choice = choice_of(generation, index, output)
-        text, _ = sent.rest_of(choice)
-        if text:
-            yield BlockDelta(delta=TextDelta(text=text))
+        for event in blocks.take(splitter.feed(sent.rest_of(choice)[0])):
+            yield event
         sent = sent.with_all_of(choice)
     assert choice is not None, "a generation without updates raises"
-    yield BlockStop()
+    for event in itertools.chain(blocks.take(splitter.finish()), blocks.finish()):
+        yield event
     usage = _usage(generation)
-    yield MessageDelta(delta=_stop(choice, usage, max_tokens), usage=usage)
+    yield MessageDelta(delta=_stop(choice, usage, max_tokens, splitter), usage=usage)
     yield MessageStop()
 
 
@@ -110,11 +121,13 @@ def _usage(generation: Generation) -> MessageUsage:
     )
 
 
-def _stop(choice: Choice, usage: MessageUsage, max_tokens: int) -> Stop:
+def _stop(choice: Choice, usage: MessageUsage, max_tokens: int, splitter: Splitter) -> Stop:
     reason: StopReason = "end_turn"
     sequence = None
     if choice.finish_reason == "length":
         reason = "max_tokens" if usage.output_tokens >= max_tokens else "model_context_window_exceeded"
     elif isinstance(choice.stop_reason, str):
         reason, sequence = "stop_sequence", choice.stop_reason
+    elif splitter.has_calls:
+        reason = "tool_use"
     return Stop(stop_reason=reason, stop_sequence=sequence)

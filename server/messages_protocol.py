@@ -4,12 +4,14 @@ In: the body of a request. Out: a checked `MessagesRequest`, and its conversatio
 events of a stream are here, too. Fields that are not supported are refused by name, as in `protocol`.
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from jaxpage.errors import RequestError
+from jaxpage.server.chat_protocol import ChatRequest, FunctionName, NamedTool, chat_of
 from jaxpage.server.protocol import GenerationRequest, Int64, Neutral
 from jaxpage.server.structure import Structure, structure_of_format
 
@@ -31,8 +33,6 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
         "stop": (),
         "stream_options": (),
         "thinking": ({"type": "disabled"},),
-        "tool_choice": ({"type": "auto"}, {"type": "none"}),
-        "tools": ([],),
         "use_beam_search": (False,),
     }
 
@@ -40,6 +40,10 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
     output_config: dict[str, Any] | None = None
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
+    thinking: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def structure(self) -> Structure | None:
@@ -64,10 +68,23 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
                 "messages",
             )
 
+    def chat(self) -> ChatRequest:
+        """What is to be answered. Raises `RequestError` naming a message, a tool or a choice that cannot be used."""
+        choice, allows_several = _choice(self.tool_choice or {"type": "auto"})
+        return chat_of(
+            self.conversation(),
+            tools=[_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())] or None,
+            tool_choice=choice,
+            parallel_tool_calls=allows_several,
+            chat_template_kwargs=self.chat_template_kwargs,
+            include_reasoning=self.thinking is None,
+        )
+
     def conversation(self) -> list[dict[str, Any]]:
-        """System prompt and messages for the chat template. Raises `RequestError` naming one that is not only text."""
+        """System prompt and messages for the chat template. Raises `RequestError` naming one that is no part of it."""
         system = [] if not self.system else [{"role": "system", "content": _content(self.system, "system")}]
-        return [*system, *(_message(message, f"messages[{i}]") for i, message in enumerate(self.messages))]
+        found = [_messages(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
+        return [*system, *itertools.chain.from_iterable(found)]
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -82,11 +99,61 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             raise RequestError(f"max_tokens is {self.max_tokens}: it must be at least 1", "max_tokens")
 
 
-def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    role = message.get("role")
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A tool as chats have it."""
+    if (kind := tool.get("type")) not in (None, "custom"):
+        raise RequestError(f"{where} is of type {kind!r}: this server has only the functions of its clients", "tools")
+    function = {name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None}
+    return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
+
+
+def _choice(choice: Mapping[str, Any]) -> tuple[str | NamedTool, bool]:
+    """Which tools to call as chats have it, and whether there may be several calls."""
+    allows_several = not choice.get("disable_parallel_tool_use")
+    match choice:
+        case {"type": "tool", "name": str() as name}:
+            return NamedTool(type="function", function=FunctionName(name=name)), allows_several
+        case {"type": "auto" | "any" | "none" as kind}:
+            return {"any": "required"}.get(kind, kind), allows_several
+    raise RequestError(
+        f"tool_choice.type is {choice.get('type')!r}: it must be auto, any, none, or tool with a name", "tool_choice"
+    )
+
+
+def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """A message as one of the chat, behind the results that it brings."""
+    role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{where}.role is {role!r}: it must be user, assistant or system", "messages")
-    return {"role": role, "content": _content(message.get("content"), f"{where}.content")}
+    if not isinstance(content, list):
+        return [{"role": role, "content": _content(content, f"{where}.content")}]
+    kinds = {"user": "tool_result", "assistant": "tool_use"}
+    of_tools = [block for block in content if isinstance(block, Mapping) and block.get("type") == kinds.get(role)]
+    others = [block for block in content if block not in of_tools]
+    where = f"{where}.content"
+    if role == "user":
+        results = [_result(block, where) for block in of_tools]
+        return [*results, {"role": role, "content": _content(others, where)}] if others or not results else results
+    said = {"role": role, "content": _content(others, where)}
+    return [said | {"tool_calls": [_call(block, where) for block in of_tools]} if of_tools else said]
+
+
+def _result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    content = _content(block.get("content") or "", f"{where}.content")
+    return {"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": content}
+
+
+def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(given := block.get("input"), Mapping):
+        raise RequestError(f"{where} has a tool_use whose input is {given!r}: it must be an object", "messages")
+    function = {"name": _text(block, "name", where), "arguments": dict(given)}
+    return {"id": _text(block, "id", where), "type": "function", "function": function}
+
+
+def _text(block: Mapping[str, Any], key: str, where: str) -> str:
+    if not isinstance(found := block.get(key), str):
+        raise RequestError(f"{where} has a {block['type']} whose {key} is {found!r}: it must be a text", "messages")
+    return found
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
@@ -101,19 +168,37 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
         if kind in _THOUGHTS:
             continue
         if kind != "text" or not isinstance(block.get("text"), str):
-            raise RequestError(f"{where} has a block of type {kind!r}: this server takes only text", param)
+            raise RequestError(f"{where} has a block of type {kind!r}, which this server does not take there", param)
         found.append({"type": "text", "text": block["text"]})
     return found
 
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "model_context_window_exceeded"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
-class TextBlock(msgspec.Struct, kw_only=True):
+class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     """What the model has said."""
 
-    type: Literal["text"] = "text"
     text: str
+
+
+class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
+    """What the model has said to itself."""
+
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
+    """What the model wants to call."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    """Its arguments; none where the model's are no JSON object, be it that they were cut off."""
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
@@ -132,7 +217,7 @@ class Message(msgspec.Struct, kw_only=True):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextBlock]
+    content: list[Block]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
@@ -155,30 +240,41 @@ class BlockStart(msgspec.Struct, kw_only=True):
     """A block begins."""
 
     type: Literal["content_block_start"] = "content_block_start"
-    index: int = 0
-    content_block: TextBlock
+    index: int
+    content_block: Block
 
 
-class TextDelta(msgspec.Struct, kw_only=True):
+class TextDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="text_delta"):
     """More text."""
 
-    type: Literal["text_delta"] = "text_delta"
     text: str
+
+
+class ThinkingDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking_delta"):
+    """More thoughts."""
+
+    thinking: str
+
+
+class InputDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="input_json_delta"):
+    """More of a call's arguments, as JSON text."""
+
+    partial_json: str
 
 
 class BlockDelta(msgspec.Struct, kw_only=True):
     """A block grows."""
 
     type: Literal["content_block_delta"] = "content_block_delta"
-    index: int = 0
-    delta: TextDelta
+    index: int
+    delta: TextDelta | ThinkingDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, kw_only=True):
     """A block ends."""
 
     type: Literal["content_block_stop"] = "content_block_stop"
-    index: int = 0
+    index: int
 
 
 class Stop(msgspec.Struct, kw_only=True):

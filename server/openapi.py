@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from jaxpage.server import messages_protocol, responses_protocol
 from jaxpage.server.chat_protocol import ChatChunk, ChatCompletion, ChatRequest
+from jaxpage.server.embeddings import EmbeddingList, EmbeddingsRequest, ScoreList, ScoreRequest
 from jaxpage.server.errors import AnthropicError, ErrorBody
 from jaxpage.server.protocol import Completion, CompletionRequest, ModelRequest
 from jaxpage.server.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
@@ -41,9 +42,34 @@ _MESSAGE = {
         },
     },
 }
+_TEXTS = {"type": "array", "items": {"type": "string"}}
+_FUNCTION: dict[str, Any] = {
+    "required": ["name"],
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
+        "description": {"type": "string"},
+        "parameters": {"type": "object"},
+        "strict": {"type": "boolean"},
+    },
+}
 _HINTS: dict[str, dict[str, Any]] = {
+    "ChatRequest.tools": {
+        "items": {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {"type": {"const": "function"}, "function": {"type": "object", **_FUNCTION}},
+        }
+    },
+    "ResponsesRequest.tools": {
+        "items": {
+            "type": "object",
+            "required": ["type", "name"],
+            "properties": {"type": {"const": "function"}, **_FUNCTION["properties"]},
+        }
+    },
+    "dimensions": {"minimum": 1},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "input": {"items": _MESSAGE},
+    "ResponsesRequest.input": {"items": _MESSAGE},
     "max_completion_tokens": {"minimum": 1},
     "max_output_tokens": {"minimum": 1},
     "max_tokens": {"minimum": 0},
@@ -54,7 +80,28 @@ _HINTS: dict[str, dict[str, Any]] = {
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "prompt_logprobs": {"minimum": -1, "maximum": 20},
     "repetition_penalty": {"minimum": 0.001, "maximum": 1000},
+    "response_format": {
+        "required": ["type"],
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
+            "json_schema": {
+                "type": "object",
+                "required": ["schema"],
+                "properties": {"name": {"type": "string"}, "schema": {"type": ["object", "boolean"]}},
+            },
+        },
+    },
     "stop_token_ids": {"items": {"type": "integer", "minimum": 0}},
+    "structured_outputs": {
+        "properties": {
+            "json": {"type": ["object", "string"]},
+            "regex": {"type": "string"},
+            "choice": _TEXTS,
+            "grammar": {"type": "string"},
+            "json_object": {"type": "boolean"},
+            "structural_tag": {"type": "object"},
+        }
+    },
     "temperature": {"minimum": 0, "maximum": 2},
     "tokens": {"items": {"type": "integer", "minimum": 0}},
     "top_k": {"minimum": -1},
@@ -149,6 +196,9 @@ OPERATIONS = (
     ),
     Operation("get", "/v1/models", "The model under its names", ModelList),
     Operation("get", "/v1/models/{model_id}", "The model under one name", ModelCard),
+    Operation("post", "/v1/embeddings", "Prompts as points in space", EmbeddingList, EmbeddingsRequest),
+    Operation("post", "/score", "How near texts are to each other", ScoreList, ScoreRequest),
+    Operation("post", "/v1/score", "The same", ScoreList, ScoreRequest),
     Operation("post", "/tokenize", "Token ids of a prompt or a chat", Tokens, TokenizeRequest),
     Operation("post", "/detokenize", "Text of token ids", Text, DetokenizeRequest),
     Operation("get", "/health", "Whether a request would be served now", Health),
@@ -175,8 +225,9 @@ def document() -> dict[str, Any]:
         properties = components[body.__name__]["properties"]
         for field in body.neutral.keys() & properties.keys():  # inherited, and refused
             del properties[field]
-        for field in _HINTS.keys() & properties.keys():
-            _narrow(properties[field], _HINTS[field])
+        for field, schema in properties.items():
+            if (hint := _HINTS.get(f"{body.__name__}.{field}") or _HINTS.get(field)) is not None:
+                _narrow(schema, hint)
     paths: dict[str, dict[str, Any]] = {}
     for one in OPERATIONS:
         paths.setdefault(one.path, {})[one.method] = _operation(one, schema_of)
@@ -193,8 +244,8 @@ def document() -> dict[str, Any]:
 
 
 def _narrow(schema: dict[str, Any], hint: dict[str, Any]) -> None:
-    """Add `hint` to the variants of `schema` that it is about: lists, or numbers."""
-    kinds = ("array",) if "items" in hint else ("integer", "number")
+    """Add `hint` to the variants of `schema` that it is about: lists, objects, or numbers."""
+    kinds = ("array",) if "items" in hint else ("object",) if "properties" in hint else ("integer", "number")
     for variant in schema.get("anyOf", [schema]):
         if variant.get("type") in kinds:
             variant.update(hint)

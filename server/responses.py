@@ -5,7 +5,7 @@ In: text, or messages, perhaps behind an earlier response. Out: a response objec
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,19 +16,18 @@ from starlette.responses import Response
 from jaxpage.errors import RequestError
 from jaxpage.outputs import CompletionOutput
 from jaxpage.server.answer import Choice, Sent, choice_of, start
+from jaxpage.server.conversation import converse
 from jaxpage.server.errors import describe
 from jaxpage.server.generation import Generation
 from jaxpage.server.logprobs import ScoredTokens
 from jaxpage.server.protocol import Usage
-from jaxpage.server.response_store import ResponseStore, StoredResponse
+from jaxpage.server.response_items import OutputItems
+from jaxpage.server.response_store import StoredResponse
 from jaxpage.server.responses_protocol import (
     DeletedResponse,
     IncompleteDetails,
-    ItemEvent,
-    OutputMessage,
-    OutputText,
+    OutputItem,
     OutputTokensDetails,
-    PartEvent,
     ResponseError,
     ResponseEvent,
     ResponseObject,
@@ -36,12 +35,11 @@ from jaxpage.server.responses_protocol import (
     ResponseUsage,
     Status,
     StreamEvent,
-    TextDeltaEvent,
-    TextDoneEvent,
     TextLogprob,
     TopTextLogprob,
 )
-from jaxpage.server.service import encode, read_request, service_of
+from jaxpage.server.service import Service, encode, read_request, service_of
+from jaxpage.server.splitter import Splitter
 from jaxpage.server.sse import event_response, named_frames, whole_response
 
 _DEFAULT_TEMPERATURE, _DEFAULT_TOP_P = 1.0, 1.0
@@ -58,17 +56,24 @@ async def create_response(http_request: Request) -> Response:
         earlier = service.response_store.previous(request.previous_response_id).messages
     messages = [*earlier, *request.messages()]
     asked = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    chat = request.chat([*asked, *messages])
     params = request.engine_params(request.max_output_tokens, service.engine.max_model_len)
-    token_ids = await encode(body, lambda: service.engine.encode_chat([*asked, *messages]))
-    generation = await start(http_request, request, [token_ids], params, "resp")
-    turn = _Turn(request, service.model_name, messages, len(body), service.response_store)
+    conversation = await encode(body, lambda: converse(service.engine, service.dialect, chat, params))
+    try:
+        generation = await start(http_request, request, [conversation.token_ids], conversation.params, "resp")
+    except RequestError as error:
+        raise conversation.in_clients_words(error) from error
+    turn = _Turn(request, service, messages, len(body), conversation.splitter())
     if request.stream:
         frames = named_frames(turn.events(generation), turn.failed)
         return await event_response(http_request, generation, frames)
 
     def reply(outputs: list[tuple[int, CompletionOutput]]) -> msgspec.Struct:
         [(index, output)] = outputs
-        return turn.ended(choice_of(generation, index, output), generation.usage)
+        choice = choice_of(generation, index, output)
+        for _ in turn.grow(choice, Sent()):
+            pass
+        return turn.ended(choice, generation.usage)
 
     return await whole_response(http_request, generation, reply)
 
@@ -91,38 +96,50 @@ class _Turn:
     """One response while it comes into being."""
 
     request: ResponsesRequest
-    model: str
+    service: Service
     messages: list[dict[str, Any]]
     """The conversation up to the response."""
     num_body_bytes: int
-    store: ResponseStore
+    splitter: Splitter
+    items: OutputItems = field(init=False)
     response_id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
-    item_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
     created_at: int = field(default_factory=lambda: int(time.time()))
     num_events: int = 0
+
+    def __post_init__(self) -> None:
+        self.items = OutputItems(self._next)
+
+    def grow(self, choice: Choice, sent: Sent) -> Iterator[StreamEvent]:
+        """Take in what is new of the choice to a client that has so much of it, and its end."""
+        text, tokens = sent.rest_of(choice)
+        yield from self.items.take(self.splitter.feed(text), self._logprobs(tokens))
+        if choice.finish_reason is not None:
+            yield from self.items.take(self.splitter.finish(), [])
+            yield from self.items.finish("incomplete" if choice.finish_reason == "length" else "completed")
 
     def ended(self, choice: Choice, usage: Usage) -> ResponseObject:
         """The response of a choice that has ended, which is stored unless the client wants otherwise."""
         is_complete = choice.finish_reason != "length"
-        status: Status = "completed" if is_complete else "incomplete"
+        reasoning = self.items.reasoning
+        num_reasoning_tokens = len(self.service.engine.encode(reasoning, add_special_tokens=False)) if reasoning else 0
         response = self._response(
-            status,
-            output=[self._item(status, [self._text(choice)])],
+            "completed" if is_complete else "incomplete",
+            output=self.items.items,
             completed_at=int(time.time()) if is_complete else None,
             incomplete_details=None if is_complete else IncompleteDetails(),
             usage=ResponseUsage(
                 input_tokens=usage.prompt_tokens,
                 input_tokens_details=usage.prompt_tokens_details,
                 output_tokens=usage.completion_tokens,
-                output_tokens_details=OutputTokensDetails(),
+                output_tokens_details=OutputTokensDetails(reasoning_tokens=num_reasoning_tokens),
                 total_tokens=usage.total_tokens,
             ),
         )
         if response.store:
             body = msgspec.json.encode(response)
-            messages = [*self.messages, {"role": "assistant", "content": choice.text}]
+            messages = [*self.messages, self.items.as_message()]
             stored = StoredResponse(body, messages, self.num_body_bytes + len(body))
-            self.store.put(self.response_id, stored)
+            self.service.response_store.put(self.response_id, stored)
         return response
 
     def failed(self, error: Exception) -> ResponseEvent:
@@ -133,35 +150,19 @@ class _Turn:
         return ResponseEvent(type="response.failed", sequence_number=self._next(), response=response)
 
     async def events(self, generation: Generation) -> AsyncIterator[StreamEvent]:
-        """The stream: response, message and text begin, grow, and end in the opposite order."""
+        """The stream: the response begins, its items come one after the other, and it ends."""
         begun = self._response("in_progress")
         yield ResponseEvent(type="response.created", sequence_number=self._next(), response=begun)
         yield ResponseEvent(type="response.in_progress", sequence_number=self._next(), response=begun)
-        item = self._item("in_progress", [])
-        yield ItemEvent(type="response.output_item.added", sequence_number=self._next(), item=item)
-        part = OutputText(text="")
-        yield PartEvent(
-            type="response.content_part.added", sequence_number=self._next(), item_id=self.item_id, part=part
-        )
         sent = Sent()
         choice: Choice | None = None
         async for index, output in generation.updates():
             choice = choice_of(generation, index, output)
-            text, tokens = sent.rest_of(choice)
-            if text or (tokens is not None and tokens.texts):
-                yield TextDeltaEvent(
-                    sequence_number=self._next(), item_id=self.item_id, delta=text, logprobs=self._logprobs(tokens)
-                )
+            for event in self.grow(choice, sent):
+                yield event
             sent = sent.with_all_of(choice)
         assert choice is not None, "a generation without updates raises"
         response = self.ended(choice, generation.usage)
-        [item] = response.output
-        [part] = item.content
-        yield TextDoneEvent(sequence_number=self._next(), item_id=self.item_id, text=part.text, logprobs=part.logprobs)
-        yield PartEvent(
-            type="response.content_part.done", sequence_number=self._next(), item_id=self.item_id, part=part
-        )
-        yield ItemEvent(type="response.output_item.done", sequence_number=self._next(), item=item)
         yield ResponseEvent(
             type="response.completed" if response.status == "completed" else "response.incomplete",
             sequence_number=self._next(),
@@ -171,12 +172,6 @@ class _Turn:
     def _next(self) -> int:
         self.num_events += 1
         return self.num_events - 1
-
-    def _item(self, status: Status, content: list[OutputText]) -> OutputMessage:
-        return OutputMessage(id=self.item_id, status=status, content=content)
-
-    def _text(self, choice: Choice) -> OutputText:
-        return OutputText(text=choice.text, logprobs=self._logprobs(choice.tokens))
 
     def _logprobs(self, tokens: ScoredTokens | None) -> list[TextLogprob]:
         """As in chat, but that there is no null: a part of a character has no bytes."""
@@ -195,7 +190,7 @@ class _Turn:
             for one in tokens.of_chat(self.request.top_logprobs or 0).content
         ]
 
-    def _response(self, status: Status, output: Sequence[OutputMessage] = (), **fields: Any) -> ResponseObject:
+    def _response(self, status: Status, output: Sequence[OutputItem] = (), **fields: Any) -> ResponseObject:
         request = self.request
         return ResponseObject(
             id=self.response_id,
@@ -204,12 +199,15 @@ class _Turn:
             instructions=request.instructions,
             max_output_tokens=request.max_output_tokens,
             metadata=request.metadata or {},
-            model=self.model,
+            model=self.service.model_name,
             output=list(output),
+            parallel_tool_calls=request.parallel_tool_calls is not False,
             previous_response_id=request.previous_response_id,
-            store=request.store is not False and self.store.is_enabled,
+            store=request.store is not False and self.service.response_store.is_enabled,
             temperature=_DEFAULT_TEMPERATURE if request.temperature is None else request.temperature,
             text={"format": {"type": "text"}, **(request.text or {})},
+            tool_choice=request.tool_choice or "auto",
+            tools=request.tools or [],
             top_logprobs=request.top_logprobs or 0,
             top_p=_DEFAULT_TOP_P if request.top_p is None else request.top_p,
             **fields,

@@ -4,20 +4,18 @@ In: the body of a request. Out: a checked `ResponsesRequest`, and its input as c
 events of a stream are here, too. Fields that are not supported are refused by name, as in `protocol`.
 """
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from jaxpage.errors import RequestError
+from jaxpage.server.chat_protocol import TOOL_CHOICES, ChatRequest, FunctionName, NamedTool, chat_of
 from jaxpage.server.protocol import GenerationRequest, Int64, Neutral, PromptTokensDetails
+from jaxpage.server.responses_input import messages_of, tool_of
 from jaxpage.server.structure import Structure, structure_of_format
 
 LOGPROBS = "message.output_text.logprobs"
 """The one value of `include` that has an effect."""
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-"""Role in the input to role in the chat template; templates do not know developers."""
-_TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 class ResponsesRequest(GenerationRequest, kw_only=True):
@@ -29,12 +27,11 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         "echo": (False,),
         "logprobs": (),
         "max_tokens": (),
+        "max_tool_calls": (),
         "n": (1,),
         "prompt": (),
         "prompt_logprobs": (),
         "reasoning": ({}, {"effort": "none"}, {"effort": None}, {"effort": None, "summary": None}),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
         "truncation": ("disabled",),
         "use_beam_search": (False,),
     }
@@ -48,6 +45,10 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     store: bool | None = None
     text: dict[str, Any] | None = None
     top_logprobs: Int64 | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def structure(self) -> Structure | None:
@@ -77,36 +78,32 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
                 "max_output_tokens",
             )
 
+    def chat(self, messages: list[dict[str, Any]]) -> ChatRequest:
+        """What is to be answered. Raises `RequestError` that names a tool, or a choice of one, that cannot be used."""
+        choice: str | NamedTool | None
+        if isinstance(self.tool_choice, dict):
+            kind, name = self.tool_choice.get("type"), self.tool_choice.get("name")
+            if kind != "function" or not isinstance(name, str):
+                raise RequestError(
+                    f"tool_choice is of type {kind!r}: it must be {', '.join(TOOL_CHOICES)}, or a function by name",
+                    "tool_choice",
+                )
+            choice = NamedTool(type="function", function=FunctionName(name=name))
+        else:
+            choice = self.tool_choice
+        return chat_of(
+            messages,
+            tools=[tool_of(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())] or None,
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
     def messages(self) -> list[dict[str, Any]]:
-        """The input as chat messages. Raises `RequestError` that names an item that is no text of a message."""
+        """The input as chat messages. Raises `RequestError` that names an item that is no part of a text chat."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        found = [_message(item, f"input[{index}]") for index, item in enumerate(self.input)]
-        return [message for message in found if message is not None]
-
-
-def _message(item: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """An input item as a chat message; None for the model's reasoning, which is not shown to it again."""
-    kind = item.get("type") or "message"
-    if kind == "reasoning":
-        return None
-    if kind != "message":
-        raise RequestError(f"{where} is of type {kind!r}: this server takes only messages", "input")
-    role, content = item.get("role"), item.get("content")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise RequestError(f"{where}.role is {role!r}: it must be one of {', '.join(_ROLES)}", "input")
-    if isinstance(content, str):
-        return {"role": _ROLES[role], "content": content}
-    if not isinstance(content, list):
-        raise RequestError(f"{where}.content is neither text nor a list of parts", "input")
-    return {"role": _ROLES[role], "content": [_part(part, f"{where}.content") for part in content]}
-
-
-def _part(part: Any, where: str) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-        raise RequestError(f"{where} has a part of type {kind!r}: this server takes only text", "input")
-    return {"type": "text", "text": part["text"]}
+        return messages_of(self.input)
 
 
 class TopTextLogprob(msgspec.Struct, kw_only=True):
@@ -123,10 +120,9 @@ class TextLogprob(TopTextLogprob, kw_only=True):
     top_logprobs: list[TopTextLogprob]
 
 
-class OutputText(msgspec.Struct, kw_only=True):
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
     """The text of a message."""
 
-    type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[dict[str, Any]] = msgspec.field(default_factory=list)
     logprobs: list[TextLogprob] = msgspec.field(default_factory=list)
@@ -135,14 +131,42 @@ class OutputText(msgspec.Struct, kw_only=True):
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-class OutputMessage(msgspec.Struct, kw_only=True):
+class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
     """What the model has said."""
 
     id: str
-    type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     status: Status
-    content: list[OutputText]
+    content: list[OutputText] = msgspec.field(default_factory=list)
+
+
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """The text of its reasoning."""
+
+    text: str
+
+
+class Reasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model has said to itself."""
+
+    id: str
+    status: Status
+    summary: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    content: list[ReasoningText] = msgspec.field(default_factory=list)
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """What the model wants to call."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+    """JSON text as the model wrote it."""
+
+
+OutputItem = Reasoning | OutputMessage | FunctionCall
 
 
 class OutputTokensDetails(msgspec.Struct, kw_only=True):
@@ -196,15 +220,15 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
-    parallel_tool_calls: bool = True
+    output: list[OutputItem]
+    parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: ReasoningOptions = msgspec.field(default_factory=ReasoningOptions)
     store: bool
     temperature: float
     text: dict[str, Any]
-    tool_choice: Literal["auto"] = "auto"
-    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"
@@ -234,23 +258,23 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
 
 
 class ItemEvent(msgspec.Struct, kw_only=True):
-    """A message begins or ends."""
+    """An item of the output begins or ends."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
     sequence_number: int
-    output_index: int = 0
-    item: OutputMessage
+    output_index: int
+    item: OutputItem
 
 
 class PartEvent(msgspec.Struct, kw_only=True):
-    """A message's text begins or ends."""
+    """An item's text begins or ends."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     sequence_number: int
     item_id: str
-    output_index: int = 0
+    output_index: int
     content_index: int = 0
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class TextDeltaEvent(msgspec.Struct, kw_only=True):
@@ -259,7 +283,7 @@ class TextDeltaEvent(msgspec.Struct, kw_only=True):
     type: Literal["response.output_text.delta"] = "response.output_text.delta"
     sequence_number: int
     item_id: str
-    output_index: int = 0
+    output_index: int
     content_index: int = 0
     delta: str
     logprobs: list[TextLogprob]
@@ -271,10 +295,63 @@ class TextDoneEvent(msgspec.Struct, kw_only=True):
     type: Literal["response.output_text.done"] = "response.output_text.done"
     sequence_number: int
     item_id: str
-    output_index: int = 0
+    output_index: int
     content_index: int = 0
     text: str
     logprobs: list[TextLogprob]
 
 
-StreamEvent = ResponseEvent | ItemEvent | PartEvent | TextDeltaEvent | TextDoneEvent
+class ReasoningDeltaEvent(msgspec.Struct, kw_only=True):
+    """More reasoning."""
+
+    type: Literal["response.reasoning_text.delta"] = "response.reasoning_text.delta"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    delta: str
+
+
+class ReasoningDoneEvent(msgspec.Struct, kw_only=True):
+    """All the reasoning."""
+
+    type: Literal["response.reasoning_text.done"] = "response.reasoning_text.done"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    text: str
+
+
+class ArgumentsDeltaEvent(msgspec.Struct, kw_only=True):
+    """More arguments of a call."""
+
+    type: Literal["response.function_call_arguments.delta"] = "response.function_call_arguments.delta"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDoneEvent(msgspec.Struct, kw_only=True):
+    """All the arguments of a call."""
+
+    type: Literal["response.function_call_arguments.done"] = "response.function_call_arguments.done"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
+StreamEvent = (
+    ResponseEvent
+    | ItemEvent
+    | PartEvent
+    | TextDeltaEvent
+    | TextDoneEvent
+    | ReasoningDeltaEvent
+    | ReasoningDoneEvent
+    | ArgumentsDeltaEvent
+    | ArgumentsDoneEvent
+)

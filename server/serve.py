@@ -21,6 +21,7 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import uvicorn
+import uvloop
 
 from jaxpage.config import EngineConfig
 from jaxpage.errors import ConfigError, JaxpageError
@@ -49,7 +50,9 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             # Imported only now: it brings the tokenizer's libraries, and a taken port is told at once.
             from jaxpage.async_engine import AsyncEngine
 
-            return asyncio.run(run(AsyncEngine(engine_config), listener, server_config))
+            return asyncio.run(
+                run(AsyncEngine(engine_config), listener, server_config), loop_factory=uvloop.new_event_loop
+            )
     except JaxpageError as error:
         logger.error("%s", error)
         return 1

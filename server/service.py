@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from jaxpage.server.dialect import Dialect, dialect_of
 from jaxpage.server.errors import ApiError, shutting_down
 from jaxpage.server.generation import Generation
@@ -79,7 +79,7 @@ class Service:
         self,
         request_id: str,
         prompts: Sequence[list[int]],
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -100,7 +100,13 @@ class Service:
             for stream in streams:
                 stream.abort()
             raise
-        n = params.beam_width if isinstance(params, BeamSearchParams) else params.n
+        match params:
+            case BeamSearchParams():
+                n = params.beam_width
+            case PoolingParams():
+                n = 1
+            case _:
+                n = params.n
         generation = Generation(streams, n, self.open_generations.discard, self.config.request_timeout)
         self.open_generations.add(generation)
         return generation

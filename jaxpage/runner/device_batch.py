@@ -63,6 +63,8 @@ class DeviceBatch:
                 self._kv_cache, self.state = programs["fork"](self._kv_cache, self.state, told)
             case "edit" | "rules":
                 self.state = programs[program](self.state, told)
+            case "pool":
+                return programs["pool"](self.state.hidden, told)
             case _:
                 return programs[program](self._params, self.state.hidden, told)
         return None

@@ -19,6 +19,7 @@ from jaxpage.models.params import Params
 from jaxpage.ops.attention import KVCache, logits_sharding
 from jaxpage.runner.buckets import Bucket, by_usefulness, choose_bucket
 from jaxpage.runner.plan import NUM_EDITS, admission_size, empty_forks, pack_edits, pack_redraws, rules_layout
+from jaxpage.runner.pooling import NUM_POOLED
 from jaxpage.runner.programs import ProgramStore
 from jaxpage.runner.scoring import NUM_SCORED_ROWS, NUM_SCORED_TOKENS
 from jaxpage.runner.state import BatchState
@@ -27,6 +28,7 @@ from jaxpage.runner.step import (
     compile_admit,
     compile_edit,
     compile_fork,
+    compile_pool,
     compile_redraw,
     compile_rules,
     compile_score,
@@ -39,7 +41,7 @@ logger = logging.getLogger(__name__)
 _MAX_COMPILE_THREADS = 4
 _PATIENCE_SECONDS = 1.0
 _MANY_EDITS = 1024
-_SMALL, _RARE = ("edit",), ("fork", "rules", "score", "score_rows")
+_SMALL, _RARE = ("edit",), ("fork", "rules", "score", "score_rows", "pool")
 """Programs that there is one of each of, see `runner.step`; the rare ones are not waited for before serving."""
 
 
@@ -256,6 +258,8 @@ class ProgramTable:
             case "score":
                 packed = np.zeros((2, NUM_SCORED_TOKENS), np.int32)
                 args, make = (params, state.hidden, packed), partial(compile_score, config)
+            case "pool":
+                args, make = (state.hidden, np.zeros((2, NUM_POOLED), np.int32)), compile_pool
             case _:
                 packed = np.zeros(NUM_SCORED_ROWS, np.int32)
                 args, make = (params, state.hidden, packed), partial(compile_score_rows, config)

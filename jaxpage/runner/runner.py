@@ -25,12 +25,13 @@ from jaxpage.runner.device_batch import DeviceBatch
 from jaxpage.runner.devices import free_bytes, join_processes, make_mesh
 from jaxpage.runner.followers import Followers, Launch, Leader, join_leader_or_followers
 from jaxpage.runner.plan import NUM_EDITS, pack_admission, pack_edits, pack_forks, pack_redraws, pack_rules
+from jaxpage.runner.pooling import Pools, dispatch_pools, fetch_pools
 from jaxpage.runner.program_table import ProgramTable
 from jaxpage.runner.programs import ProgramStore
 from jaxpage.runner.scoring import Scores, dispatch_scores, fetch_scores, host_logprobs
 from jaxpage.runner.step import StepResult
 from jaxpage.runner.step_table import Ints, StepTable
-from jaxpage.scheduler import PromptLogprobs, SchedulerOutput
+from jaxpage.scheduler import PromptPiece, SchedulerOutput
 from jaxpage.wire import TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class DispatchedStep:
     wants_logprobs: bool
     scores: Scores | None
     """What a request asks for besides."""
+    pools: Pools | None
+    """Hidden states of prompts that are to be pooled."""
     redrawn: tuple[dict[int, int], StepResult] | None = None
     """Requests whose tokens were drawn again, by index to place, and what was drawn."""
 
@@ -208,7 +211,10 @@ class Runner:
                 score=partial(run, "score"),
                 score_rows=partial(run, "score_rows"),
             )
-        return DispatchedStep(result, bucket.num_rows, places, output.requests, output.wants_logprobs, scores)
+        pools = None
+        if any(request.pooling is not None for request in output.requests):
+            pools = dispatch_pools(output, self._table.first_tokens(places), partial(run, "pool"))
+        return DispatchedStep(result, bucket.num_rows, places, output.requests, output.wants_logprobs, scores, pools)
 
     def draw_again(self, step: DispatchedStep, masks: dict[int, np.ndarray | None]) -> DispatchedStep:
         """Draw again for some requests of the newest step, each by its mask, or undo the draw without one.
@@ -235,9 +241,9 @@ class Runner:
 
     def fetch(
         self, step: DispatchedStep
-    ) -> tuple[list[int], list[TokenLogprobs | None], list[PromptLogprobs | None] | None]:
+    ) -> tuple[list[int], list[TokenLogprobs | None], list[PromptPiece | None] | None]:
         """Wait for a step's results, one per scheduled request: its token, -1 where its prompt goes on; what it asked
-        for of log-probabilities at the token; and at its prompt, None if no request did.
+        for of log-probabilities at the token; and what of its prompt, None if no request did.
         """
         with jax.transfer_guard_device_to_host("allow"):
             tokens: list[int] = np.asarray(step.result.tokens)[step.places].tolist()
@@ -252,10 +258,14 @@ class Runner:
                 if step.wants_logprobs:
                     self._take_logprobs(step, result, places, logprobs)
             self._programs.go_on()
-            if step.scores is None:
+            if step.scores is None and step.pools is None:
                 return tokens, logprobs, None
-            prompts, logprobs = fetch_scores(step.scores, step.requests, logprobs)
-            return tokens, logprobs, prompts
+            pieces: list[PromptPiece | None] = [None] * len(tokens)
+            if step.scores is not None:
+                logprobs = fetch_scores(step.scores, step.requests, logprobs, pieces)
+            if step.pools is not None:
+                fetch_pools(step.pools, pieces)
+            return tokens, logprobs, pieces
 
     def _take_logprobs(
         self, step: DispatchedStep, result: StepResult, places: dict[int, int], logprobs: list[TokenLogprobs | None]

@@ -15,7 +15,7 @@ import numpy as np
 from jaxpage.ops.sampling import TokenLogprobs as DeviceLogprobs
 from jaxpage.request import Request
 from jaxpage.runner.step_table import Ints
-from jaxpage.scheduler import PromptLogprobs, SchedulerOutput
+from jaxpage.scheduler import PromptLogprobs, PromptPiece, SchedulerOutput
 from jaxpage.wire import TokenLogprobs
 
 NUM_SCORED_TOKENS, NUM_SCORED_ROWS = 64, 4
@@ -91,15 +91,18 @@ def _in_prompt(request: Request, place: int, query_len: int, start: int) -> Iter
 
 
 def fetch_scores(
-    scores: Scores, requests: Sequence[Request], drawn: Sequence[TokenLogprobs | None]
-) -> tuple[list[PromptLogprobs | None], list[TokenLogprobs | None]]:
-    """Wait for scores: what each request of the step asks for of its prompt, and `drawn` with whole vocabularies."""
-    prompts: list[PromptLogprobs | None] = [None] * len(requests)
+    scores: Scores,
+    requests: Sequence[Request],
+    drawn: Sequence[TokenLogprobs | None],
+    pieces: list[PromptPiece | None],
+) -> list[TokenLogprobs | None]:
+    """Wait for scores. Returns `drawn` with whole vocabularies, and puts into `pieces` what is asked for of prompts."""
     with_rows = list(drawn)
+    prompts: dict[int, PromptLogprobs] = {}
 
     def add(asked: _Asked, found: TokenLogprobs) -> None:
-        if (prompt := prompts[asked.place]) is None:
-            prompt = prompts[asked.place] = PromptLogprobs(asked.position, [])
+        if (prompt := prompts.get(asked.place)) is None:
+            pieces[asked.place] = prompt = prompts[asked.place] = PromptLogprobs(asked.position, [])
         prompt.logprobs.append(found)
 
     parts = [jax.tree.map(np.asarray, part) for part in scores.token_parts]
@@ -115,7 +118,7 @@ def fetch_scores(
             add(asked, TokenLogprobs(float(row[asked.target]), rank, [], vocabulary))
         elif (one := with_rows[asked.place]) is not None:
             with_rows[asked.place] = msgspec.structs.replace(one, vocabulary=vocabulary)
-    return prompts, with_rows
+    return with_rows
 
 
 def host_logprobs(found: DeviceLogprobs, row: int, wanted: int) -> TokenLogprobs:

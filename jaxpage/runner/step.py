@@ -7,6 +7,7 @@
     step     the last edits -> forward, sample, append, for every place
     redraw   masks of tokens -> other tokens in place of the last ones, for some places
     score    some tokens of the last step -> log-probabilities of what follows them; score_rows: of all the vocabulary
+    pool     stretches of its tokens -> the sums of their hidden states
 
 All take the device state donated and give it back updated; nothing else crosses between host and device but what they
 are told (in) and the sampled tokens (out).
@@ -209,6 +210,24 @@ def compile_score_rows(config: ProgramConfig, params: Params, hidden: Any, packe
         return jax.nn.log_softmax(logits, axis=-1)
 
     return jax.jit(score_rows, out_shardings=hidden.sharding).lower(params, hidden, packed).compile()
+
+
+def compile_pool(hidden: Any, packed: Any) -> jax.stages.Compiled:
+    """Compile `(hidden, packed) -> sums of hidden states, [n, embed] float32`.
+
+    hidden: [tokens, embed]. packed: [2, n] int32, where stretches of tokens begin and how long they are.
+    """
+
+    def pool(hidden: jax.Array, packed: jax.Array) -> jax.Array:
+        trace_counts["pool"] += 1
+        start, length = packed[:, :, None]
+        token = jnp.arange(hidden.shape[0])
+        within = (token >= start) & (token < start + length)
+        # What stands outside of all stretches may be anything, and nothing times infinity is no number.
+        states = jnp.where(within.any(axis=0)[:, None], hidden, 0).astype(jnp.float32)
+        return jnp.matmul(within.astype(jnp.float32), states, precision=jax.lax.Precision.HIGHEST)
+
+    return jax.jit(pool, out_shardings=hidden.sharding).lower(hidden, packed).compile()
 
 
 def compile_draw(logits: Any, sampling: Any) -> jax.stages.Compiled:

@@ -39,6 +39,16 @@ class Hermes:
         begin, end = map(terminal, self.marks)
         return f'calls: {sequence(several, r"\n")}\ncall: {begin} "\\n" object "\\n" {end}\n{_objects(functions)}'
 
+    def grammar_among_text(self, functions: Sequence[Function], terminal: Terminal, *, several: bool) -> str:
+        """Of an answer that may call wherever it likes: what follows the first tag is a call."""
+        begin, end = map(terminal, self.marks)
+        lazily = "" if begin.startswith("<") else "[lazy]"  # a special token is part of no text
+        lines = [f"start: call{'*' if several else '?'} rest", "rest: TEXT", r"TEXT: /(.|\n)*/"]
+        lines += [f"opening{lazily}: TEXT {begin}", f'call: opening "\\n" object "\\n" {end}']
+        anything = {"additionalProperties": True}
+        checked = [one if one.strict else Function(name=one.name, parameters=anything) for one in functions]
+        return "\n".join([*lines, _objects(checked)])
+
     new_call_id = staticmethod(new_call_id)
 
 

@@ -97,10 +97,10 @@ export class Chat {
       const [choice] = chunk.choices;
       if (!choice) continue;
       reason = choice.finish_reason ?? reason;
-      if (choice.delta.content) {
-        first ??= performance.now();
-        answer.append(choice.delta.content);
-      }
+      const { content, reasoning_content: reasoning } = choice.delta;
+      if (content || reasoning) first ??= performance.now();
+      if (reasoning) answer.appendReasoning(reasoning);
+      if (content) answer.append(content);
     }
     return summary(usage, reason, first === null ? null : first - started, performance.now() - started);
   }

@@ -1,4 +1,5 @@
-// The list of messages. In: text, piece by piece. Out: the elements that show it, each with a button that copies it.
+// The list of messages. In: text and reasoning, piece by piece. Out: the elements that show it, each with a button that
+// copies its text.
 
 export class MessageList {
   #list;
@@ -45,6 +46,9 @@ export class MessageList {
 
 class Message {
   #text;
+  #body;
+  /** What the model has said to itself, above the answer; null where it has not. */
+  #reasoning = null;
   #note = make("p", "note", "");
   #onGrow;
 
@@ -53,6 +57,7 @@ class Message {
     this.#text = document.createTextNode(text);
     const body = make("div", "body", "");
     body.append(this.#text);
+    this.#body = body;
     const copy = make("button", "quiet", "Copy");
     copy.type = "button";
     copy.addEventListener("click", () => this.#copy(body, copy));
@@ -72,10 +77,21 @@ class Message {
 
   append(piece) {
     this.#text.appendData(piece);
+    this.#reasoning?.end();
+    this.#onGrow();
+  }
+
+  appendReasoning(piece) {
+    if (this.#reasoning === null) {
+      this.#reasoning = new Reasoning();
+      this.#body.before(this.#reasoning.element);
+    }
+    this.#reasoning.append(piece);
     this.#onGrow();
   }
 
   end(note) {
+    this.#reasoning?.end();
     this.#note.textContent = note;
     this.#onGrow();
   }
@@ -87,6 +103,27 @@ class Message {
   async #copy(body, button) {
     button.textContent = (await copyText(this.text, body)) ? "Copied" : "Select and copy by hand";
     setTimeout(() => (button.textContent = "Copy"), 1500);
+  }
+}
+
+/** Folded, and opened by whoever wants to read along. */
+class Reasoning {
+  #text = document.createTextNode("");
+  #title = make("summary", "", "Reasoning…");
+
+  constructor() {
+    const thoughts = make("div", "thoughts", "");
+    thoughts.append(this.#text);
+    this.element = make("details", "reasoning", "");
+    this.element.append(this.#title, thoughts);
+  }
+
+  append(piece) {
+    this.#text.appendData(piece);
+  }
+
+  end() {
+    this.#title.textContent = "Reasoning";
   }
 }
 

@@ -15,9 +15,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
-from fake_engine import FakeEngine, Script
+from fake_engine import CHAT_TEMPLATE, FakeEngine, Script
 from served import served, wait_until
 
+from jaxpage.chat_template import ChatTemplates
 from jaxpage.server.app import build_app
 from jaxpage.server_config import ServerConfig
 
@@ -95,6 +96,37 @@ def test_a_message_is_sent_by_enter_and_its_answer_streams_in(open_page: OpenPag
     assert page.get_by_role("log").get_attribute("aria-busy") == "false"
     expect(page.locator(".note").last).to_contain_text(f"{len(LONG)} out")
     expect(page.get_by_label("Message")).to_be_focused()
+
+
+def test_reasoning_streams_in_above_the_answer_folded_until_someone_opens_it(
+    open_page: OpenPage, engine: FakeEngine
+) -> None:
+    """It is no part of what is copied, or of what the next question goes with."""
+    engine.chat_templates = ChatTemplates({"default": CHAT_TEMPLATE + "{# <think></think> #}"})
+    page = open_page()
+    thoughts, reply = "I wonder. " * 8, "It rains. " * 8
+    whole = f"<think>{thoughts}</think>{reply}"
+    engine.scripts = {"stuck": Script(text=whole, stall_after=40), "": Script(text=whole)}
+    seen = []
+    page.on("request", lambda sent: seen.append(sent.post_data_json) if sent.method == "POST" else None)
+    ask(page, "get stuck")
+    summary = page.locator(".reasoning summary")
+    expect(summary).to_have_text("Reasoning…")
+    expect(page.locator(".thoughts")).to_be_hidden()
+    summary.press("Enter")
+    expect(page.locator(".thoughts")).to_be_visible()
+    expect(page.locator(".thoughts")).to_contain_text("I wonder. I wonder.")
+    assert answer(page).text_content() == ""
+    page.keyboard.press("Escape")
+    expect(page.locator(".message")).to_have_count(0)
+    ask(page, "hello")
+    expect(page.get_by_text("Answer complete")).to_be_attached()
+    expect(summary).to_have_text("Reasoning")
+    assert page.locator(".thoughts").text_content() == thoughts.rstrip()
+    assert answer(page).text_content() == reply.rstrip()
+    ask(page, "and now?")
+    expect(page.locator(".reasoning")).to_have_count(2)
+    assert seen[-1]["messages"][1] == {"role": "assistant", "content": reply.rstrip()}
 
 
 def test_the_next_question_goes_with_all_that_was_said_and_a_new_chat_with_nothing(

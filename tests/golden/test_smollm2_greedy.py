@@ -9,7 +9,8 @@ import pytest
 from host import exchanged_host
 from real_models import open_model
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import LLM, PoolingParams, SamplingParams
+from jaxpage.sampling_params import Pooling
 
 PROMPTS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "smollm2_greedy.json").read_text())["prompts"]
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
@@ -66,3 +67,14 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch(llm: LLM) -> N
     alone = [llm.generate(*pair, use_tqdm=False)[0].outputs[0].token_ids for pair in zip(prompts, seeded, strict=True)]
     assert together == again == alone
     assert len({tuple(token_ids) for token_ids in together}) == 6
+
+
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_embeddings_equal_those_of_transformers(llm: LLM, kind: Pooling) -> None:
+    cases = json.loads((Path(__file__).parent / "embeddings.json").read_text())["cases"]
+    cases = [case for case in cases if case["model"] == "smollm2"]
+    prompts = [case["prompt_token_ids"] for case in cases]
+    outputs = llm.embed(prompts, PoolingParams(pooling=kind), use_tqdm=False)
+    assert len(prompts) == 2
+    for output, case in zip(outputs, cases, strict=True):
+        assert output.outputs.embedding == pytest.approx(case[kind], abs=1e-4)

@@ -5,6 +5,7 @@ It runs on the server's event loop; tests read and set its flags from their own 
 
 import asyncio
 import dataclasses
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from jaxpage.chat_template import ChatTemplates, check_variables
 from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
 from jaxpage.metrics import Metrics
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams, nth_seed
+from jaxpage.sampling_params import BeamSearchParams, PoolingParams, SamplingParams, nth_seed
 from jaxpage.structured.grammar import grammar_of
 
 POLL_SECONDS = 0.002
@@ -80,7 +81,7 @@ class FakeEngine:
         self.num_snapshots = 0
         self.snapshot_seconds = 0.0
         """How long a snapshot takes, as when the engine is in a long step."""
-        self.seen_params: list[SamplingParams | BeamSearchParams] = []
+        self.seen_params: list[SamplingParams | BeamSearchParams | PoolingParams] = []
         self.seen_prompts: list[list[int]] = []
         self.seen_options: list[dict[str, Any]] = []
         self.seen_template_kwargs: list[dict[str, Any]] = []
@@ -215,7 +216,7 @@ class FakeEngine:
     def add_request(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         request_id: str | None = None,
         **options: Any,
@@ -250,7 +251,7 @@ class FakeStream:
         engine: FakeEngine,
         request_id: str,
         prompt_ids: list[int],
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         script: Script,
     ) -> None:
         self.request_id = request_id
@@ -259,14 +260,18 @@ class FakeStream:
         self._prompt_ids = prompt_ids
         self._script = script
         self._params = params if isinstance(params, SamplingParams) else SamplingParams()
+        self._pooling = params if isinstance(params, PoolingParams) else None
         room = engine.max_model_len - len(prompt_ids)
-        self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        wanted = 1 if isinstance(params, PoolingParams) else params.max_tokens
+        self._limit = room if wanted is None else min(wanted, room)
         self.num_tokens = 0
         self._finished = False
         self._is_search = isinstance(params, BeamSearchParams)
         if isinstance(params, BeamSearchParams):
             self._stops: tuple[str, ...] = ()
             self._texts = [f"{rank}:{script.text}" for rank in range(min(params.beam_width, script.num_beams))]
+        elif isinstance(params, PoolingParams):
+            self._stops, self._texts = (), [" "]
         else:
             self._stops = params.stop
             seeds = [None if params.seed is None else nth_seed(params.seed, i) for i in range(params.n)]
@@ -330,6 +335,8 @@ class FakeStream:
             raise EngineDeadError("the engine process is gone")
 
     def _grown(self, index: int) -> CompletionOutput:
+        if self._pooling is not None:
+            return CompletionOutput(0, "", [], "stop", embedding=embedding_of(self._prompt_ids, self._pooling))
         whole, is_last = self._texts[index], index == len(self._texts) - 1
         text, finish_reason, stop_reason = whole[: self.num_tokens], None, None
         if self.num_tokens == len(whole):
@@ -354,3 +361,10 @@ def logprobs_of(token_id: int, wanted: int) -> dict[int, Logprob]:
     """Of a token that ranks third, with the letters from A on before and behind it."""
     entry = {token_id: Logprob(-1.5, 3, chr(token_id))}
     return entry | {65 + i: Logprob(-0.5 * (i + 1), i + 1, chr(65 + i)) for i in range(wanted)}
+
+
+def embedding_of(prompt_ids: Sequence[int], params: PoolingParams) -> list[float]:
+    """Length, and last token of a prompt or the mean of all: the first `dimensions` of these."""
+    found = [len(prompt_ids), prompt_ids[-1] if params.pooling == "last" else sum(prompt_ids) / len(prompt_ids)]
+    found = found[: params.dimensions]
+    return [number / (math.hypot(*found) if params.normalize else 1.0) for number in found]

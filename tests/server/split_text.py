@@ -29,7 +29,7 @@ def splitter(
         tools=TOOL_FORMATS.get(tools or ""),
         names=NAMES,
         max_num_calls=max_num_calls,
-        forces_calls=False,
+        enforces_calls=False,
         names_function=False,
         shows_reasoning=shows_reasoning,
     )

@@ -16,7 +16,9 @@ from starlette.routing import Route
 
 from jaxpage import cli
 from jaxpage.bench_client import Answer, stream_completion
+from jaxpage.bench_health import watched
 from jaxpage.bench_serve import arrival_times, ask_all, percentile
+from jaxpage.errors import ConfigError
 from jaxpage.server.app import build_app
 from jaxpage.server_config import ServerConfig
 
@@ -81,11 +83,21 @@ def test_failures_are_counted_and_told(capsys: pytest.CaptureFixture[str]) -> No
         result = bench(url, capsys)
         assert result["failed"] > 0
         assert result["completed"] + result["failed"] == 6
+        assert result["refused"] == result["failed"]
         engine.is_dead = True
         assert cli.main(["bench", "serve", "--base-url", url, *WORK]) == 1
         complaint = capsys.readouterr().err
         assert f"{url}/v1/completions does not answer" in complaint
         assert "503" in complaint
+
+
+def test_health_is_watched_meanwhile(url: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    result = bench(url, capsys, "--watch-health")
+    assert result["completed"] == 6
+    assert result["health_answers"] >= 1
+    assert 0 < result["median_health_ms"] <= result["p99_health_ms"] <= result["max_health_ms"]
+    with pytest.raises(ConfigError, match="/health does not answer as it should: 404"), watched(f"{url}/nowhere"):
+        pass
 
 
 def test_a_stream_that_ends_with_an_error_or_is_none_is_a_failure() -> None:

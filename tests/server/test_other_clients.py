@@ -47,9 +47,9 @@ def test_anthropics_client_raises_its_own_errors(claude: anthropic.Anthropic, en
     with pytest.raises(anthropic.NotFoundError) as unknown:
         claude.messages.create(model="no-such", max_tokens=5, messages=HELLO)
     assert unknown.value.request_id == unknown.value.response.headers["request-id"]
-    with pytest.raises(anthropic.BadRequestError, match="tools is not supported"):
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\] is of type 'bash_20250124'"):
         claude.messages.create(
-            model="fake", max_tokens=5, messages=HELLO, tools=[{"name": "f", "input_schema": {"type": "object"}}]
+            model="fake", max_tokens=5, messages=HELLO, tools=[{"name": "bash", "type": "bash_20250124"}]
         )
     engine.scripts["fault"] = Script(fail_after=2, delay=0.02)
     stream = claude.messages.create(

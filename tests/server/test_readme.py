@@ -72,6 +72,12 @@ def test_the_tools_example_calls_the_function(url: str) -> None:
     assert run_python(client + example, "-c").startswith('get_weather {"city": "')
 
 
+def test_the_embeddings_example_tells_their_number_and_their_size(url: str) -> None:
+    (example,) = [block for block in blocks("python") if "embeddings.create" in block]
+    client = f'from openai import OpenAI\nclient = OpenAI(base_url="{url}/v1", api_key="none")\n'
+    assert run_python(client + example, "-c").startswith("2 256 ")
+
+
 def test_the_curl_example_answers(url: str) -> None:
     (example,) = [block for block in blocks("bash") if "curl" in block]
     done = subprocess.run(

@@ -263,6 +263,51 @@ def test_marks_that_are_special_tokens_cannot_be_spelled() -> None:
     assert not accepts(grammar("mistral", SPECIAL), named)
 
 
+STRICT = {
+    "tools": [
+        {"type": "function", "function": {"name": "strict", "parameters": SCHEMA, "strict": True}},
+        {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "fits"),
+    [
+        ("strict", '{"city": "Bonn"}', True),
+        ("strict", '{"city": "Bonn", "days": 10}', False),
+        ("strict", '{"day', False),
+        ("f", '{"days": 10, "x": [null]}', True),
+        ("g", "{}", False),
+    ],
+)
+def test_a_strict_function_that_the_model_may_call_gets_arguments_of_its_schema(
+    name: str, arguments: str, fits: bool
+) -> None:
+    lark = forced_grammar(None, "<bot>", **STRICT)
+    call = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+    for text in (call, f"Well.\n{call}", f"<tool {call}\nand {call} so"):
+        assert accepts(lark, text) == fits
+    assert accepts(lark, "It rains: <tool_call or <tools>.")
+    assert not accepts(lark, "It rains: <tool_call>.")
+
+
+def test_a_strict_call_that_is_the_only_one_may_follow_reasoning() -> None:
+    lark = forced_grammar("qwen3", "<bot>", **STRICT, parallel_tool_calls=False)
+    call = '<tool_call>\n{"name": "strict", "arguments": {"city": "Bonn"}}\n</tool_call>'
+    thought = "<think>\nHm.\n</think>\n\n"
+    assert accepts(lark, f"{thought}Well. {call}")
+    assert accepts(lark, f"Well. {call}")
+    assert not accepts(lark, f"{thought}Well. {call[:-20]}")
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused_where_it_is_strict() -> None:
+    function = {"name": "f", "parameters": {"properties": {"a": 5}}, "strict": True}
+    with pytest.raises(RequestError) as refused:
+        forced_grammar(None, "<bot>", tools=[{"type": "function", "function": function}])
+    assert refused.value.param in ("tools", "grammar")
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["object", "a=b"]),
     lambda inner: (

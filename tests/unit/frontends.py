@@ -38,6 +38,7 @@ LIMITS = Ready(
     max_num_seqs=8,
     logits_processors=["own"],
     max_beam_tokens=[200 // width for width in range(1, 17)],
+    embedding_size=6,
 )
 
 

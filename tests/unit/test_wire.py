@@ -50,17 +50,19 @@ TO_ENGINE: list[wire.ToEngine] = [
     wire.AddRequest("r-3", [1], SamplingParams(), 0, 7, -(2**63) + 1, "salt: 🦙", FULL_BEAM),
     wire.AddRequest("r-4", [1], SamplingParams(), 0, 7, beam=BeamSearchParams(beam_width=1, early_stopping=True)),
     wire.AddRequest("r-5", [1], SamplingParams(bad_words=("a",)), 0, 7, bad_words=[[1], [2, 3]]),
+    wire.AddRequest("r-6", [1], SamplingParams(), 0, 1, pooling="mean"),
     wire.AbortRequests([]),
     wire.AbortRequests(["r-1", "r-2#7"]),
     wire.Call(2**40, "kv_cache_snapshot"),
 ]
 FROM_ENGINE: list[wire.FromEngine] = [
-    wire.Ready(8192, 49152, [2, 0], 4096, 16, 8, ["own"], [100, 50]),
-    wire.Ready(1, 1, [], 2, 1, 1, [], []),
+    wire.Ready(8192, 49152, [2, 0], 4096, 16, 8, ["own"], [100, 50], 576),
+    wire.Ready(1, 1, [], 2, 1, 1, [], [], 1),
     wire.Outputs([], {}),
     wire.Outputs(
         [
             wire.TokenOutput("r-1", [5]),
+            wire.TokenOutput("r-6", [], "stop", pooled=b"\x00\xff\x80\x3f"),
             wire.TokenOutput("r-2", [5, 6, 7], "stop", 7),
             wire.TokenOutput("r-3", [8], "length"),
             wire.TokenOutput("r-4", [2], "stop", None),

@@ -1,0 +1,57 @@
+"""Hidden states of prompts, summed on the device: what embeddings are made of.
+
+In: the hidden states that a step leaves on the device, and who asks for them. Out: sums on their way to the host.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from jaxpage.runner.step_table import Ints
+from jaxpage.scheduler import PooledStates, PromptPiece, SchedulerOutput
+
+NUM_POOLED = 8
+"""Requests that the program sums for at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """What a step's requests ask for, in parts that are on their way to the host."""
+
+    places: list[int] = field(default_factory=list)
+    """Of those requests among the step's."""
+    positions: list[int] = field(default_factory=list)
+    """Where the stretch of each begins in its prompt."""
+    parts: list[jax.Array] = field(default_factory=list)
+    """`NUM_POOLED` of them each, as [NUM_POOLED, embed] float32."""
+
+
+def dispatch_pools(output: SchedulerOutput, first_tokens: Ints, pool: Callable[[np.ndarray], jax.Array]) -> Pools:
+    """Sum what a step's requests ask for. first_tokens: [requests], of each among the tokens of the step."""
+    pools = Pools()
+    stretches: list[tuple[int, int]] = []
+    for place, (request, query_len) in enumerate(zip(output.requests, output.query_lens, strict=True)):
+        start, end = int(first_tokens[place]), request.num_computed_tokens
+        if request.pooling == "last":
+            start, query_len = start + query_len - 1, int(end >= request.num_prompt_tokens)
+        if request.pooling is not None and query_len:
+            pools.places.append(place)
+            pools.positions.append(end - query_len)
+            stretches.append((start, query_len))
+    for at in range(0, len(stretches), NUM_POOLED):
+        packed = np.zeros((2, NUM_POOLED), np.int32)
+        part = stretches[at : at + NUM_POOLED]
+        packed[:, : len(part)] = np.transpose(part)
+        sums = pool(packed)
+        sums.copy_to_host_async()
+        pools.parts.append(sums)
+    return pools
+
+
+def fetch_pools(pools: Pools, pieces: list[PromptPiece | None]) -> None:
+    """Wait for the sums, and put each into `pieces` by its request's place."""
+    sums = [np.asarray(part) for part in pools.parts]
+    for i, (place, position) in enumerate(zip(pools.places, pools.positions, strict=True)):
+        pieces[place] = PooledStates(position, sums[i // NUM_POOLED][i % NUM_POOLED])
