@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxpage.config import EngineConfig
 from jaxpage.errors import RequestError
+from jaxpage.loops import Results
 from jaxpage.models.checkpoint import Checkpoint
 from jaxpage.models.packaged import cache_dir
 from jaxpage.request import Request
@@ -30,7 +31,7 @@ from jaxpage.runner.programs import ProgramStore
 from jaxpage.runner.scoring import Scores, dispatch_scores, fetch_scores, host_logprobs
 from jaxpage.runner.step import StepResult
 from jaxpage.runner.step_table import Ints, StepTable
-from jaxpage.scheduler import PromptLogprobs, SchedulerOutput
+from jaxpage.scheduler import SchedulerOutput
 from jaxpage.wire import TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class Runner:
             raise
         state = self._batch.state
         self._num_rows = state.num_rows
+        self._speculates = state.drafts is not None
         self._table = StepTable(state.num_rows, len(self.layout.groups), state.block_tables.shape[2])
 
     @property
@@ -190,7 +192,7 @@ class Runner:
             run("fork", pack_forks(output, self._num_rows, len(self.layout.groups)))
         for admitted in output.admitted:
             capacity = programs.capacity(len(admitted.token_ids))
-            run("admit", pack_admission(admitted, capacity, self.layout), (capacity,))
+            run("admit", pack_admission(admitted, capacity, self.layout, drafts=self._speculates), (capacity,))
             if admitted.request.has_rules:
                 run("rules", pack_rules(admitted.row, admitted.request, self.model_config.vocab_size))
         edits, places = self._table.advance(output)
@@ -233,43 +235,51 @@ class Runner:
             self._others.run(program, packed, variant)
         return self._batch.run(program, packed, variant)
 
-    def fetch(
-        self, step: DispatchedStep
-    ) -> tuple[list[int], list[TokenLogprobs | None], list[PromptLogprobs | None] | None]:
-        """Wait for a step's results, one per scheduled request: its token, -1 where its prompt goes on; what it asked
-        for of log-probabilities at the token; and at its prompt, None if no request did.
+    def fetch(self, step: DispatchedStep) -> Results:
+        """Wait for a step's results, one per scheduled request: its tokens, none where its prompt goes on; what it
+        asked for of log-probabilities at these; and at its prompt, None if no request did; and how many drafts it has
+        now, None without speculation.
         """
         with jax.transfer_guard_device_to_host("allow"):
-            tokens: list[int] = np.asarray(step.result.tokens)[step.places].tolist()
-            logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+            drawn = np.asarray(step.result.tokens)[step.places].tolist()
+            tokens: list[list[int]] = [[token_id for token_id in of_place if token_id >= 0] for of_place in drawn]
+            num_drafts = None
+            if step.result.num_drafts is not None:
+                num_drafts = np.asarray(step.result.num_drafts)[step.places].tolist()
+            logprobs: list[list[TokenLogprobs] | None] = [None] * len(tokens)
             if step.wants_logprobs:
                 self._take_logprobs(step, step.result, dict(enumerate(step.places.tolist())), logprobs)
             if step.redrawn is not None:
                 places, result = step.redrawn
-                drawn = np.asarray(result.tokens)
+                again = np.asarray(result.tokens)
                 for index, place in places.items():
-                    tokens[index] = int(drawn[place])
+                    tokens[index] = [token_id for token_id in again[place].tolist() if token_id >= 0]
                 if step.wants_logprobs:
                     self._take_logprobs(step, result, places, logprobs)
             self._programs.go_on()
             if step.scores is None:
-                return tokens, logprobs, None
+                return tokens, logprobs, None, num_drafts
             prompts, logprobs = fetch_scores(step.scores, step.requests, logprobs)
-            return tokens, logprobs, prompts
+            return tokens, logprobs, prompts, num_drafts
 
     def _take_logprobs(
-        self, step: DispatchedStep, result: StepResult, places: dict[int, int], logprobs: list[TokenLogprobs | None]
+        self,
+        step: DispatchedStep,
+        result: StepResult,
+        places: dict[int, int],
+        logprobs: list[list[TokenLogprobs] | None],
     ) -> None:
         """Fill in what requests ask for; places: by index in the step."""
-        found = jax.tree.map(np.asarray, result.logprobs)
+        found, (_, num_draws) = jax.tree.map(np.asarray, result.logprobs), result.tokens.shape
         for index, place in places.items():
             if (wanted := step.requests[index].num_logprobs) >= 0:
-                logprobs[index] = host_logprobs(found, place, wanted)
+                of_place = range(place * num_draws, (place + 1) * num_draws)
+                logprobs[index] = [host_logprobs(found, row, wanted) for row in of_place]
 
 
 def _send_back(result: StepResult, with_logprobs: bool) -> None:
     """Let a result start on its way to the host."""
-    for array in jax.tree.leaves(result if with_logprobs else result.tokens):
+    for array in jax.tree.leaves(result if with_logprobs else (result.tokens, result.num_drafts)):
         array.copy_to_host_async()
 
 

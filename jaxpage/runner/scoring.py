@@ -91,8 +91,8 @@ def _in_prompt(request: Request, place: int, query_len: int, start: int) -> Iter
 
 
 def fetch_scores(
-    scores: Scores, requests: Sequence[Request], drawn: Sequence[TokenLogprobs | None]
-) -> tuple[list[PromptLogprobs | None], list[TokenLogprobs | None]]:
+    scores: Scores, requests: Sequence[Request], drawn: Sequence[list[TokenLogprobs] | None]
+) -> tuple[list[PromptLogprobs | None], list[list[TokenLogprobs] | None]]:
     """Wait for scores: what each request of the step asks for of its prompt, and `drawn` with whole vocabularies."""
     prompts: list[PromptLogprobs | None] = [None] * len(requests)
     with_rows = list(drawn)
@@ -113,8 +113,8 @@ def fetch_scores(
         if asked.target >= 0:
             rank = 1 + int(np.sum(row > row[asked.target]))
             add(asked, TokenLogprobs(float(row[asked.target]), rank, [], vocabulary))
-        elif (one := with_rows[asked.place]) is not None:
-            with_rows[asked.place] = msgspec.structs.replace(one, vocabulary=vocabulary)
+        elif (found := with_rows[asked.place]) is not None:  # one: such a request has no drafts
+            with_rows[asked.place] = [msgspec.structs.replace(one, vocabulary=vocabulary) for one in found]
     return prompts, with_rows
 
 
