@@ -111,17 +111,16 @@ def test_b11_a_stop_within_an_accepted_run_ends_it_there_also_where_it_crosses_m
     prompt, bias = [97, 97, third] * 3, {97: 66.0, third: 61.0}
     options: dict[str, Any] = {"stop_token_ids": (third,)} if by == "stop_token_ids" else {}
     options |= {"stop": ("z",)} if by == "stop" else {}
-    for max_tokens in (2, 3, 5, 12):
+    for max_tokens in (3, 5, 12):
         params = SamplingParams(
             temperature=0, logit_bias=bias, presence_penalty=2, frequency_penalty=2, max_tokens=max_tokens, **options
         )
-        before = num_accepted(on)
-        given, expected = (llm.generate([prompt], params, use_tqdm=False) for llm in (on, off))
-        assert num_accepted(on) > before
-        assert_same(given, expected)
-        [sequence] = given[0].outputs
-        assert sequence.token_ids == [97, 97, third][:max_tokens]
-        assert sequence.finish_reason == ("length" if max_tokens == 2 else "stop")
+        expected = off.generate([prompt], params, use_tqdm=False)
+        with exchanged_host(on, mode="sync") as scheduler:  # the first drafts are checked right behind the prompt
+            assert_same(on.generate([prompt], params, use_tqdm=False), expected)
+            assert scheduler.acceptance.num_accepted_tokens >= (2 if max_tokens > 3 else 1)
+        [sequence] = expected[0].outputs
+        assert (sequence.token_ids, sequence.finish_reason) == ([97, 97, third], "stop")
 
 
 def test_a_streamed_run_of_accepted_drafts_gives_the_text_piece_by_piece(on: LLM, off: LLM) -> None:
