@@ -215,16 +215,15 @@ class Scheduler:
             if request.max_drafts:
                 proposed = 0 if num_proposed is None else num_proposed[index]
                 self._settle(request, output.num_drafts[index], len(token_ids), proposed)
-            num_known = len(request.token_ids)
-            for token_id in token_ids:
-                finish_reason, stop_token_id = request.append(token_id)
-                if finish_reason is not None:
-                    break
+            finish_reason, stop_token_id = request.append(token_ids[0])
+            num_kept = 1
+            while finish_reason is None and num_kept < len(token_ids):
+                finish_reason, stop_token_id = request.append(token_ids[num_kept])
+                num_kept += 1
+            if num_kept < len(token_ids):
+                token_ids, found = token_ids[:num_kept], None if found is None else found[:num_kept]
             num_tokens = len(request.token_ids)
-            if num_tokens - num_known < len(token_ids):
-                token_ids = token_ids[: num_tokens - num_known]
-                found = None if found is None else found[: len(token_ids)]
-            if num_tokens % block_size < len(token_ids) and request.status is RequestStatus.RUNNING:
+            if num_tokens % block_size < num_kept and request.num_computed_tokens > num_tokens - num_kept:
                 self._publish(request)
             if finish_reason is not None:
                 (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)

@@ -248,14 +248,14 @@ class Runner:
                 num_drafts = np.asarray(step.result.num_drafts)[step.places].tolist()
             logprobs: list[list[TokenLogprobs] | None] = [None] * len(tokens)
             if step.wants_logprobs:
-                self._take_logprobs(step, step.result, dict(enumerate(step.places.tolist())), logprobs)
+                self._take_logprobs(step, step.result, dict(enumerate(step.places.tolist())), tokens, logprobs)
             if step.redrawn is not None:
                 places, result = step.redrawn
                 again = np.asarray(result.tokens)
                 for index, place in places.items():
                     tokens[index] = [token_id for token_id in again[place].tolist() if token_id >= 0]
                 if step.wants_logprobs:
-                    self._take_logprobs(step, result, places, logprobs)
+                    self._take_logprobs(step, result, places, tokens, logprobs)
             self._programs.go_on()
             if step.scores is None:
                 return tokens, logprobs, None, num_drafts
@@ -267,14 +267,16 @@ class Runner:
         step: DispatchedStep,
         result: StepResult,
         places: dict[int, int],
+        tokens: list[list[int]],
         logprobs: list[list[TokenLogprobs] | None],
     ) -> None:
-        """Fill in what requests ask for; places: by index in the step."""
+        """Fill in what requests ask for at their tokens; places: by index in the step."""
         found, (_, num_draws) = jax.tree.map(np.asarray, result.logprobs), result.tokens.shape
         for index, place in places.items():
             if (wanted := step.requests[index].num_logprobs) >= 0:
-                of_place = range(place * num_draws, (place + 1) * num_draws)
-                logprobs[index] = [host_logprobs(found, row, wanted) for row in of_place]
+                first = place * num_draws
+                draws = range(first, first + len(tokens[index]))
+                logprobs[index] = [host_logprobs(found, draw, wanted) for draw in draws]
 
 
 def _send_back(result: StepResult, with_logprobs: bool) -> None:
