@@ -69,4 +69,4 @@ def count_accepted(drawn: jax.Array, drafts: jax.Array, num_drafts: jax.Array) -
     drawn: [rows, 1 + k] int32; drafts: [rows, k] int32, of which `num_drafts` ([rows] int32) are there. [rows] int32.
     """
     same = (drawn[:, :-1] == drafts) & (jnp.arange(drafts.shape[1]) < num_drafts[:, None])
-    return jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=1), axis=1)
+    return jnp.argmin(jnp.pad(same, ((0, 0), (0, 1))), axis=1).astype(jnp.int32)

@@ -528,7 +528,7 @@ def test_a_long_history_with_drafts_keeps_some_and_rejects_some_and_gives_everyo
     assert engine.scheduler.num_preemptions > 0
     assert engine.kv_cache.num_hit_tokens > 0
     accepted = engine.scheduler.acceptance
-    assert accepted.num_draft_tokens > accepted.num_accepted_tokens > 40
+    assert accepted.num_draft_tokens > accepted.num_accepted_tokens > 20
     assert accepted.num_accepted_tokens_per_pos == sorted(accepted.num_accepted_tokens_per_pos, reverse=True)
     assert len(accepted.num_accepted_tokens_per_pos) == max_drafts
     assert sum(accepted.num_accepted_tokens_per_pos) == accepted.num_accepted_tokens
