@@ -64,6 +64,7 @@ MIXED = [
     (HELLO[:12], SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(regex="(ab){9}"))),
     ("ababababab", SamplingParams(temperature=0, logit_bias={97: 3, 98: 3}, presence_penalty=-2, **LONG)),
     (HELLO[3:], SamplingParams(temperature=0, prompt_logprobs=1, logits_processors=("last_again",), **LONG)),
+    ("xyxyxy", SamplingParams(seed=6, allowed_token_ids=tuple(map(ord, "xy")), stop=("xxxx", "yxyxy"), max_tokens=40)),
     ("short", SamplingParams(temperature=0, max_tokens=1)),
     (HELLO, SamplingParams(temperature=1, seed=5, top_p=0.7, min_p=0.05, presence_penalty=0.5, **LONG)),
 ]

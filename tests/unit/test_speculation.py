@@ -1,14 +1,18 @@
 """The n-gram proposer against a plain one, what is accepted of drafts, and how speculation is asked for."""
 
+import argparse
 import json
 import random
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import pytest
 
 from jaxpage.config import EngineConfig
 from jaxpage.errors import ConfigError
+from jaxpage.options import add_fields, config_of, read_config_file
 from jaxpage.speculative.config import SpeculativeConfig
 from jaxpage.speculative.drafts import count_accepted
 from jaxpage.speculative.ngram import propose
@@ -84,6 +88,25 @@ def test_speculation_is_asked_for_by_a_mapping_or_its_json_and_off_by_default() 
     assert EngineConfig(speculative_config=json.dumps(GIVEN)) == config  # type: ignore[arg-type]
     assert EngineConfig(speculative_config=str(config.speculative_config)) == config  # type: ignore[arg-type]
     assert (EngineConfig().speculative_config, EngineConfig().max_drafts, config.max_drafts) == (None, 0, 5)
+
+
+def test_the_command_line_takes_json_and_a_config_file_a_mapping(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_fields(parser, EngineConfig)
+    args = parser.parse_args(["--speculative-config", json.dumps(GIVEN)])
+    config = config_of(EngineConfig, args)
+    assert config.max_drafts == 5
+    file = tmp_path / "config.yaml"
+    file.write_text("speculative-config:\n  method: ngram\n  num_speculative_tokens: 5\n  prompt_lookup_max: 3\n")
+    assert EngineConfig(**read_config_file(str(file), [EngineConfig])) == config
+    file.write_text("speculative-config: ngram\n")
+    with pytest.raises(ConfigError, match="speculative-config is 'ngram': it must be a mapping"):
+        read_config_file(str(file), [EngineConfig])
+
+
+def test_the_engines_process_is_told_how_to_speculate() -> None:
+    config = EngineConfig(speculative_config=GIVEN)  # type: ignore[arg-type]
+    assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
 
 
 def test_the_least_match_is_no_longer_than_a_longest_that_is_given_alone() -> None:
