@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpage import bench_host, bench_masks, bench_sampler
+from jaxpage import bench_host, bench_masks, bench_sampler, bench_speculation
 from jaxpage.llm import LLM
 from jaxpage.outputs import RequestOutput
 from jaxpage.sampling_params import SamplingParams
@@ -95,6 +95,11 @@ def prefix(options: dict[str, Any], *, num_prompts: int, input_len: int, output_
     }
 
 
+def speculation(options: dict[str, Any], **sizes: int) -> Result:
+    """See `bench_speculation`."""
+    return bench_speculation.speculation(options, **sizes, make_llm=_make_llm)
+
+
 @dataclass(frozen=True)
 class Bench:
     """A bench and its usual size."""
@@ -113,6 +118,7 @@ BENCHES: dict[str, Bench] = {
     "latency": Bench(latency, "time to first token and per token of a batch"),
     "startup": Bench(startup, "seconds to servable and to the first token, on an empty and on a full program cache"),
     "prefix": Bench(prefix, "time to first token of a new prompt and of a cached one", 5, 1000, 4),
+    "speculation": Bench(speculation, "what drafts gain on texts that repeat themselves, against none", 1, 256, 256),
     "sampler": Bench(bench_sampler.sampler, "what options of sampling cost a batch, and filters alone", 32, 64, 64),
     "scheduler": Bench(bench_host.scheduler, "host milliseconds per step, without a model", 256, 128, 256),
     "loop": Bench(

@@ -1,6 +1,7 @@
 """`jaxpage compile`: every program of an engine, for GPUs that need not be here, into a folder to serve from."""
 
 import logging
+import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -124,7 +125,7 @@ def _flags(blueprint: Blueprint, options: dict[str, Any]) -> str:
     """Options that differ from what an engine has by default, and that it would not take from the artifact."""
     default = EngineConfig()
     given = {name: value for name, value in options.items() if getattr(default, name) not in (None, "auto", value)}
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+    return " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items())
 
 
 def _size_of(folder: Path) -> int:

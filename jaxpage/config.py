@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpage.errors import ConfigError
+from jaxpage.speculative.config import SpeculativeConfig, read_speculative_config
 
 
 def option(default: Any, help_text: str, *, secret: bool = False, short: tuple[str, ...] = ()) -> Any:
@@ -17,6 +18,8 @@ def option(default: Any, help_text: str, *, secret: bool = False, short: tuple[s
 
 
 LOOP_NAMES = ("sync", "overlap", "resident")
+MAX_STEPS_IN_FLIGHT = 2
+"""Steps that a loop has sent off, the newest included, before it knows what the oldest of them gave."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,11 @@ class EngineConfig:
     coordinator_address: str | None = option(
         None, "HOST:PORT where process 0 is reached by the others, and a port that is free there"
     )
+    speculative_config: SpeculativeConfig | None = option(  # noqa: RUF009
+        None,
+        'check guesses at the next tokens several at a time: {"method": "ngram", "num_speculative_tokens": 5, '
+        '"prompt_lookup_max": 4, "prompt_lookup_min": 2} guesses what followed the same tokens before; default: off',
+    )
     enable_prefix_caching: bool = option(True, "keep the KV of computed prefixes and share it")
     seed: int = option(0, "seed of the seeds that unseeded requests get")
     compile_cache_dir: str | None = option(None, "folder of compiled programs; default: the user's cache folder")
@@ -75,6 +83,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))  # a list may be given
+        object.__setattr__(self, "speculative_config", read_speculative_config(self.speculative_config))
         positive = ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "num_processes")
         for name in positive + tuple(n for n in ("max_model_len", "num_blocks") if getattr(self, n) is not None):
             if getattr(self, name) < 1:
@@ -126,9 +135,15 @@ class EngineConfig:
             raise ConfigError(f"{flag('dtype')} is {self.dtype!r}: it must be auto, float32 or bfloat16")
 
     @property
+    def max_drafts(self) -> int:
+        """Most drafts of a request that a step checks."""
+        return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
+
+    @property
     def max_step_tokens(self) -> int:
-        """Most tokens of one request in a step."""
-        return min(self.long_prefill_token_threshold or self.max_num_batched_tokens, self.max_num_batched_tokens)
+        """Most tokens of one request in a step, or between the fewest and the most that it may have behind a step."""
+        most = min(self.long_prefill_token_threshold or self.max_num_batched_tokens, self.max_num_batched_tokens)
+        return max(most, 1 + MAX_STEPS_IN_FLIGHT * self.max_drafts)
 
 
 def flag(name: str) -> str:

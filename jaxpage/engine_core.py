@@ -83,6 +83,7 @@ class EngineCore:
             max_num_partial_prefills=config.max_num_partial_prefills,
             policy=policy,
         )
+        self._max_drafts = config.max_drafts
         self._eos_token_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)[:MAX_STOP_TOKEN_IDS]
         self.loop = LOOPS[config.engine_mode](scheduler, self.runner)
         vocab_size = self.runner.model_config.vocab_size
@@ -162,6 +163,7 @@ class EngineCore:
                 params=message.params,
                 seed=nth_seed(message.seed, index),
                 max_tokens=message.max_tokens,
+                max_drafts=self._max_drafts_of(message),
                 stop_token_ids=frozenset((*message.params.stop_token_ids, *eos)),
                 arrival=self._num_arrived,
                 index=index,
@@ -190,6 +192,13 @@ class EngineCore:
                 other.prefix = first
             first.forks = others
         self.scheduler.add(first)
+
+    def _max_drafts_of(self, message: AddRequest) -> int:
+        """None where the host has a say in each token, or looks at all of the vocabulary behind it."""
+        params = message.params
+        if message.beam is not None or params.structured_outputs is not None or params.logprobs == -1:
+            return 0
+        return self._max_drafts
 
     def abort(self, sequence: str) -> None:
         """Drop a sequence (`sequence_id`; all beams by the first one's), and free what it holds.
@@ -307,6 +316,7 @@ class EngineCore:
             "prefix_cache_queries": scheduler.kv_cache.num_queried_tokens,
             "prefix_cache_hits": scheduler.kv_cache.num_hit_tokens,
             "num_steps": self.loop.num_steps,
+            **scheduler.acceptance.stats(),
             **{f"{phase}_seconds": seconds for phase, seconds in self.loop.seconds.items()},
             **self.runner.stats,
         }

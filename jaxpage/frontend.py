@@ -196,8 +196,9 @@ class _Sequence:
         for position, token_id in enumerate(output.token_ids):
             self._token_ids.append(token_id)
             if output.logprobs is not None and self._logprobs is not None:
-                self._logprobs.append(_logprobs_at(token_id, output.logprobs, self._tokenizer))
-                self._cumulative_logprob = (self._cumulative_logprob or 0.0) + output.logprobs.logprob
+                found = output.logprobs[position]
+                self._logprobs.append(_logprobs_at(token_id, found, self._tokenizer))
+                self._cumulative_logprob = (self._cumulative_logprob or 0.0) + found.logprob
             is_end = reason == "stop" and not output.ends_in_text and position == len(output.token_ids) - 1
             delta = "" if is_end else self._decoder.add([token_id])
             stopped = self._text.add(delta, may_stop=len(self._token_ids) >= params.min_tokens)

@@ -21,6 +21,13 @@ from jaxpage.scheduler import PromptPiece, Scheduler, SchedulerOutput
 from jaxpage.wire import BeamOutput, TokenLogprobs, TokenOutput
 
 Outputs = list[TokenOutput | BeamOutput]
+Results = tuple[
+    Sequence[list[int]],
+    Sequence[list[TokenLogprobs] | None],
+    Sequence[PromptPiece | None] | None,
+    Sequence[int] | None,
+]
+"""What a step gave each scheduled request, as `Scheduler.update` takes it."""
 PHASES = ("schedule", "dispatch", "fetch", "update", "mask")
 _LOOK_SECONDS = 0.0005
 """How often it is looked whether a step has ended whose masks are late."""
@@ -41,10 +48,8 @@ class Device(Protocol):
     def has_ended(self, step: Any) -> bool:
         """Whether nothing of it is left to be computed."""
 
-    def fetch(
-        self, step: Any
-    ) -> tuple[Sequence[int], Sequence[TokenLogprobs | None], Sequence[PromptPiece | None] | None]:
-        """Wait for a step's results: one per scheduled request."""
+    def fetch(self, step: Any) -> Results:
+        """Wait for a step's results."""
 
 
 def spare_the_collector() -> None:

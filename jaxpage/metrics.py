@@ -33,8 +33,13 @@ _COUNTERS = {
     "fetch_seconds": "host time: waiting for a step's results",
     "update_seconds": "host time: taking in a step's results",
     "mask_seconds": "host time: waiting for the masks of grammars",
+    "spec_decode_num_drafts": "times that drafts of a request were checked",
+    "spec_decode_num_draft_tokens": "drafts checked",
+    "spec_decode_num_accepted_tokens": "drafts checked and kept",
 }
 """Names as in `EngineCore.stats`."""
+_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+"""The same for one that has a count for each position, which follows its name behind a colon."""
 
 _LATENCIES = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _TOKEN_GAPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
@@ -68,6 +73,12 @@ class Metrics:
         self.totals = Totals()
         self._gauges = {name: self._gauge(name, text) for name, text in _GAUGES.items()}
         self._counters = {name: self._counter(name, text) for name, text in _COUNTERS.items()}
+        self._by_position = Counter(
+            PREFIX + _PER_POSITION,
+            "drafts kept, by their place behind the last known token",
+            ("model_name", "position"),
+            registry=self._registry,
+        )
         self._seen = dict.fromkeys(_COUNTERS, 0.0)
         self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens of requests that got their first token")
         self._generation_tokens = self._counter("generation_tokens", "generated tokens")
@@ -112,6 +123,12 @@ class Metrics:
             total = stats.get(name, 0)
             counter.inc(max(total - self._seen[name], 0))
             self._seen[name] = total
+        for name in stats.keys() - self._counters.keys():
+            series, _, position = name.partition(":")
+            if series == _PER_POSITION:
+                labelled = self._by_position.labels(model_name=self._model_name, position=position)
+                labelled.inc(max(stats[name] - self._seen.get(name, 0), 0))
+                self._seen[name] = stats[name]
         for num_tokens in step_tokens:
             self._step_tokens.observe(num_tokens)
 

@@ -16,7 +16,14 @@ from typing import Any
 from jaxpage.config import flag
 from jaxpage.errors import ConfigError
 
-_KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", tuple: "a list of texts"}
+_KINDS: dict[type, str] = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    tuple: "a list of texts",
+    dict: "a mapping",
+}
 
 
 def add_fields(group: Any, config: type, skip: Sequence[str] = ()) -> None:
@@ -33,6 +40,8 @@ def add_fields(group: Any, config: type, skip: Sequence[str] = ()) -> None:
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": help_text}
         if kind is bool:
             group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
+        elif kind is dict:
+            group.add_argument(*flags, type=str, metavar="JSON", **options)
         elif kind is tuple:
             group.add_argument(*flags, nargs="+", action=_Collect, type=_texts, metavar="TEXT", **options)
         else:
@@ -94,12 +103,12 @@ def _checked(value: Any, kind: type, where: str) -> Any:
 
 
 def _kind_of(config: type, name: str) -> type:
-    """What a field's values are: a plain type, or `tuple` for a tuple of texts."""
+    """What a field's values are: a plain type, `tuple` for a tuple of texts, or `dict` for what has parts."""
     hint = typing.get_type_hints(config)[name]
     if isinstance(hint, types.UnionType):
         hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
     kind: type = typing.get_origin(hint) or hint
-    return kind
+    return dict if dataclasses.is_dataclass(kind) else kind
 
 
 def _texts(given: str) -> list[str]:

@@ -70,11 +70,17 @@ class Request:
     token_ids: list[int] = field(init=False)
     """Prompt and output: everything that is known."""
     num_in_flight: int = 0
-    """Tokens that dispatched steps draw for it, and that are not known yet. They follow the known ones."""
+    """Tokens that dispatched steps draw for it, and that are not known yet: the most. They follow the known ones."""
+    max_drafts: int = 0
+    """Most drafts that may be proposed for it behind its last token; 0 for a request that is not speculated on."""
+    num_drafts: int = 0
+    """Drafts that the last known step has proposed."""
+    num_drafts_in_flight: int = 0
+    """Of the tokens in flight, drafts: those that are rejected will never be."""
     max_computed_tokens: int = field(init=False)
     """Most tokens that are ever computed: the last one that it may generate is not."""
     num_computed_tokens: int = 0
-    """Tokens whose KV has been scheduled to be written."""
+    """Tokens whose KV has been scheduled to be written, drafts included: the most."""
     num_cached_tokens: int | None = None
     """Prompt tokens whose KV was found or shared when it was first admitted; None before."""
     row: int = -1
@@ -99,6 +105,20 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def num_surely_computed_tokens(self) -> int:
+        """Tokens whose KV has been scheduled to be written, whatever becomes of the drafts in flight: the fewest."""
+        return self.num_computed_tokens - self.num_drafts_in_flight
+
+    @property
+    def num_expected_drafts(self) -> int:
+        """Drafts that may lie behind its last token, known or in flight.
+
+        With steps in flight they are not known. Where there have just been none, none are expected: to find the next
+        ones a step late costs less than to make room for them in every step.
+        """
+        return self.max_drafts if self.num_in_flight and self.num_drafts else self.num_drafts
 
     @property
     def reads_prefix_cache(self) -> bool:

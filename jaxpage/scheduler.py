@@ -7,7 +7,7 @@ scheduled before the tokens of the last one are known: they are in flight, and c
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from jaxpage.beam_group import BeamGroup
 from jaxpage.kv_cache.manager import BlockCopy, KVCacheManager, NewBlocks
 from jaxpage.policies import FirstComeFirstServed, Policy
 from jaxpage.request import Request, RequestStatus
+from jaxpage.speculative.acceptance import Acceptance
 from jaxpage.wire import BeamOutput, BeamSequence, TokenLogprobs, TokenOutput
 
 
@@ -76,9 +77,11 @@ class SchedulerOutput:
     rows: list[int]
     """Their rows."""
     query_lens: list[int]
-    """Their tokens in this step, each at least 1."""
+    """Their tokens in this step, each at least 1; of those that are speculated on, the most that there can be."""
     new_blocks: list[tuple[int, int, int, int]]
     """(row, KV group, index in its block table, block id) of rows that were admitted earlier."""
+    num_drafts: list[int] = field(default_factory=list)
+    """How many of their tokens are drafts."""
 
     @property
     def num_tokens(self) -> int:
@@ -109,6 +112,7 @@ class Scheduler:
         self.running: list[Request] = []
         """In order of admission; the beams of a search stand together."""
         self.num_preemptions = 0
+        self.acceptance = Acceptance()
         self._policy = policy or FirstComeFirstServed()
         self.token_budget = max_num_batched_tokens
         """Most tokens of a step; at most what it was made with."""
@@ -185,35 +189,39 @@ class Scheduler:
         block_copies, self._block_copies = self._block_copies, []
         rows = [request.row for request in step.requests]
         return SchedulerOutput(
-            row_forks, block_copies, step.admitted, step.requests, rows, step.query_lens, step.new_blocks
+            *(row_forks, block_copies, step.admitted, step.requests, rows),
+            *(step.query_lens, step.new_blocks, step.num_drafts),
         )
 
     def update(
         self,
         output: SchedulerOutput,
-        sampled: Sequence[int],
-        logprobs: Sequence[TokenLogprobs | None] | None = None,
+        sampled: Sequence[list[int]],
+        logprobs: Sequence[list[TokenLogprobs] | None] | None = None,
         pieces: Sequence[PromptPiece | None] | None = None,
+        num_proposed: Sequence[int] | None = None,
     ) -> list[TokenOutput | BeamOutput]:
-        """Take in the results of a step: `sampled[i]` belongs to `output.requests[i]`, -1 where its prompt goes on.
+        """Take in the results of a step: `sampled[i]` belongs to `output.requests[i]`, empty where its prompt goes on.
 
-        A token of a request that was preempted meanwhile is delivered all the same; it will be computed as known.
+        It holds the drafts that the step accepted and the token behind them; `num_proposed[i]` says how many new drafts
+        there are. Tokens of a request that was preempted meanwhile are delivered all the same; they will be
+        computed as known. What follows a token that ends a request is dropped.
         """
         outputs: list[TokenOutput | BeamOutput] = []
         block_size = self.kv_cache.block_size
-        for index, (request, token_id) in enumerate(zip(output.requests, sampled, strict=True)):
+        for index, (request, token_ids) in enumerate(zip(output.requests, sampled, strict=True)):
             match None if pieces is None else pieces[index]:
                 case PromptLogprobs(first, found_in_prompt):
                     request.add_prompt_logprobs(first, found_in_prompt)
                 case PooledStates(first, total):
                     request.add_pooled(first, total)
-            if token_id < 0 or request.status is RequestStatus.FINISHED:
+            if not token_ids or request.status is RequestStatus.FINISHED:
                 continue  # its prompt goes on, or the step was dispatched before its end was known
             found = logprobs[index] if logprobs is not None else None
             if request.beams is not None:
                 # Beams that were preempted start anew together.
                 if request.status is RequestStatus.RUNNING and found is not None:
-                    outputs.extend(self._advance(request.beams, request, found))
+                    outputs.extend(self._advance(request.beams, request, found[0]))
                 continue
             if request.forks:
                 self._release_forks(request)
@@ -222,23 +230,42 @@ class Scheduler:
                 num_cached = request.num_cached_tokens or 0
                 of_prompt = None if request.num_prompt_logprobs is None else request.prompt_logprobs
             request.num_in_flight -= 1
-            finish_reason, stop_token_id = request.append(token_id)
+            if request.max_drafts:
+                proposed = 0 if num_proposed is None else num_proposed[index]
+                self._settle(request, output.num_drafts[index], len(token_ids), proposed)
+            finish_reason, stop_token_id = request.append(token_ids[0])
+            num_kept = 1
+            while finish_reason is None and num_kept < len(token_ids):
+                finish_reason, stop_token_id = request.append(token_ids[num_kept])
+                num_kept += 1
+            if num_kept < len(token_ids):
+                token_ids, found = token_ids[:num_kept], None if found is None else found[:num_kept]
+            num_tokens = len(request.token_ids)
+            if num_tokens % block_size < num_kept and request.num_computed_tokens > num_tokens - num_kept:
+                self._publish(request)
             if finish_reason is not None:
                 (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
                 self._finish(request)
-            elif len(request.token_ids) % block_size == 0 and request.num_computed_tokens >= len(request.token_ids):
-                self._publish(request)
-            in_text = finish_reason == "stop" and token_id not in request.stop_token_ids
+            in_text = finish_reason == "stop" and token_ids[-1] not in request.stop_token_ids
             if request.pooling is not None:
                 pooled = request.embedding.tobytes()
                 outputs.append(TokenOutput(request.request_id, [], "stop", num_cached_tokens=num_cached, pooled=pooled))
                 continue
             # By position: this is the one thing that is made for every token.
             given = TokenOutput(
-                request.request_id, [token_id], finish_reason, stop_token_id, num_cached, found, of_prompt, in_text
+                request.request_id, token_ids, finish_reason, stop_token_id, num_cached, found, of_prompt, in_text
             )
             outputs.append(given)
         return outputs
+
+    def _settle(self, request: Request, num_drafts: int, num_emitted: int, num_proposed: int) -> None:
+        """Take in what became of a request's drafts in a step, which let it check at most `num_drafts`."""
+        self.acceptance.count(min(num_drafts, request.num_drafts), num_emitted - 1)
+        request.num_drafts = num_proposed
+        request.num_in_flight -= num_drafts
+        request.num_drafts_in_flight -= num_drafts
+        if request.status is RequestStatus.RUNNING:
+            request.num_computed_tokens -= 1 + num_drafts - num_emitted
 
     def _schedule_running(self, step: "_Step") -> bool:
         """Returns whether anybody was preempted."""
@@ -251,10 +278,15 @@ class Scheduler:
             num_new = len(request.token_ids) + request.num_in_flight - num_computed
             if num_new > 1:
                 num_new = min(num_new, self._chunk, step.budget)
-            elif num_new == 0 or num_computed >= request.max_computed_tokens:
+            elif num_new == 0 or num_computed - request.num_drafts_in_flight >= request.max_computed_tokens:
                 index += 1  # a beam that waits for the others, or one whose last token is in flight
                 continue
-            added = grow(request.request_id, num_computed, num_computed + num_new)
+            if num_new == 1 and request.max_drafts:
+                # Drafts take what is left when all that follow have a token, and those that wait half of the budget.
+                kept = len(running) - index + (self.token_budget // 2 if self.waiting else 0)
+                num_new, added = self._grow_with_drafts(request, step.budget - kept)
+            else:
+                added = grow(request.request_id, num_computed, num_computed + num_new)
             if added is None:
                 preempted = True
                 victim = self._policy.victim(running)
@@ -264,6 +296,19 @@ class Scheduler:
             step.take(request, num_new, added)
             index += 1
         return preempted
+
+    def _grow_with_drafts(self, request: Request, budget: int) -> tuple[int, Sequence[NewBlocks] | None]:
+        """Room for a request's last token and for drafts behind it, at most `budget`: their number, and as `grow`.
+
+        Drafts are guesses: nobody is preempted for them.
+        """
+        surely, most = request.num_surely_computed_tokens, request.max_computed_tokens
+        num_drafts = max(0, min(request.num_expected_drafts, self._chunk - 1, budget, most - surely - 1))
+        for num_new in (1 + num_drafts, 1):
+            added = self.kv_cache.grow(request.request_id, surely, min(request.num_computed_tokens + num_new, most))
+            if added is not None:
+                return num_new, added
+        return 1, None
 
     def _schedule_waiting(self, step: "_Step") -> None:
         num_long = sum(map(self._is_long, self.running))
@@ -338,6 +383,7 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         self.running.append(request)
         num_computed = request.num_computed_tokens
+        request.num_drafts = 0
         num_new = min(request.num_tokens - num_computed, self._chunk, step.budget)
         added = self.kv_cache.grow(request.request_id, num_computed, num_computed + num_new)
         assert added is not None, "its blocks were promised"
@@ -349,8 +395,10 @@ class Scheduler:
 
     def _publish(self, request: Request) -> None:
         keys = request.block_keys(self.kv_cache.block_size) if self.kv_cache.enable_prefix_caching else ()
-        # What is computed of tokens in flight has no name yet; `update` gives it one.
-        self.kv_cache.publish(request.request_id, keys, min(request.num_computed_tokens, request.num_tokens))
+        # What is computed of tokens in flight has no name yet; `update` gives it one. The last token is never computed,
+        # though steps in flight may have room for it.
+        num_tokens = min(request.num_computed_tokens, request.num_tokens, request.max_computed_tokens)
+        self.kv_cache.publish(request.request_id, keys, num_tokens)
 
     def _wait(self, request: Request) -> None:
         bisect.insort(self.waiting, request, key=self._policy.key)
@@ -448,6 +496,7 @@ class _Step:
         self.admitted: list[AdmittedRequest] = []
         self.requests: list[Request] = []
         self.query_lens: list[int] = []
+        self.num_drafts: list[int] = []
         self.new_blocks: list[tuple[int, int, int, int]] = []
 
     def take(self, request: Request, num_tokens: int, added: Sequence[NewBlocks]) -> None:
@@ -459,8 +508,11 @@ class _Step:
             for index, block_id in enumerate(new.block_ids, new.first_index):
                 self.new_blocks.append((request.row, new.group, index, block_id))
         request.num_computed_tokens += num_tokens
-        if request.beams is None and request.num_computed_tokens == len(request.token_ids) + request.num_in_flight:
-            request.num_in_flight += 1  # beams go on when the host has chosen among them
+        num_drafts = request.num_computed_tokens - len(request.token_ids) - request.num_in_flight
+        if num_drafts >= 0 and request.beams is None:  # beams go on when the host has chosen among them
+            request.num_in_flight += 1 + num_drafts
+            request.num_drafts_in_flight += num_drafts
+        self.num_drafts.append(max(num_drafts, 0))
 
     def num_computed_before(self, request: Request) -> int:
         """Tokens of a running request whose KV is there before the step computes anything. O(requests).
@@ -478,6 +530,7 @@ class _Step:
             index = self.requests.index(request)
             self.budget += self.query_lens[index]
             if request.num_in_flight and request.num_computed_tokens == request.num_tokens + request.num_in_flight - 1:
-                request.num_in_flight -= 1
-            del self.requests[index], self.query_lens[index]
+                request.num_in_flight -= 1 + self.num_drafts[index]
+                request.num_drafts_in_flight -= self.num_drafts[index]
+            del self.requests[index], self.query_lens[index], self.num_drafts[index]
             self.new_blocks = [new for new in self.new_blocks if new[0] != request.row]

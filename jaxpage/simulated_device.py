@@ -12,7 +12,7 @@ from jaxpage.request import Request
 from jaxpage.runner.step_table import StepTable
 from jaxpage.scheduler import SchedulerOutput
 
-Step = tuple[list[int], threading.Event]
+Step = tuple[list[list[int]], threading.Event]
 """What each request draws, and what is set when the step has ended."""
 
 
@@ -60,17 +60,17 @@ class SimulatedDevice:
         """The same token again, or none without a mask."""
         tokens, done = step
         undone = {index for index, mask in masks.items() if mask is None}
-        return [-1 if index in undone else token_id for index, token_id in enumerate(tokens)], done
+        return [[] if index in undone else token_ids for index, token_ids in enumerate(tokens)], done
 
     def has_ended(self, step: Step) -> bool:
         """Whether the device is done with the step."""
         return step[1].is_set()
 
-    def fetch(self, step: Step) -> tuple[list[int], list[None], None]:
+    def fetch(self, step: Step) -> tuple[list[list[int]], list[None], None, None]:
         """Wait until the device is done with the step."""
         tokens, done = step
         done.wait()
-        return tokens, [None] * len(tokens), None
+        return tokens, [None] * len(tokens), None, None
 
     def close(self) -> None:
         """End the thread."""
@@ -85,6 +85,6 @@ class SimulatedDevice:
             done.set()
 
 
-def drawn(request: Request) -> int:
+def drawn(request: Request) -> list[int]:
     """A token where the step, which has just been scheduled, reaches the request's last known one."""
-    return 7 if request.num_computed_tokens >= request.num_tokens else -1
+    return [7] if request.num_computed_tokens >= request.num_tokens else []

@@ -86,7 +86,8 @@ class TokenOutput(msgspec.Struct, frozen=True, tag="tokens", array_like=True):
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed; in a request's first output."""
-    logprobs: TokenLogprobs | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    """At each of its tokens, where they are asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """At the prompt's tokens from the second on, where they are asked for; in a request's first output."""
     ends_in_text: bool = False

@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
 _RESOLVED = ("dtype", "max_model_len", "num_blocks")
 """Options that the engine settles where they are not given; with an artifact, its own."""
-_OPTIONS = (*_RESOLVED, "block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size")
+_SIZES = ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size")
+_OPTIONS = (*_RESOLVED, *_SIZES, "speculative_config")
 
 
 def write_manifest(folder: Path, blueprint: Blueprint) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def adopt_options(config: EngineConfig, mesh: Mesh) -> EngineConfig:
             )
     options: dict[str, Any] = manifest["options"]
     for name in _OPTIONS:
-        given = getattr(config, name)
+        given = _value_of(config, name)
         if given != options[name] and not (name in _RESOLVED and given in (None, "auto")):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(
@@ -73,7 +74,12 @@ def _options_of(blueprint: Blueprint) -> dict[str, Any]:
         "max_model_len": blueprint.max_model_len,
         "num_blocks": blueprint.num_blocks,
     }
-    return {name: settled.get(name, getattr(blueprint.config, name)) for name in _OPTIONS}
+    return {name: settled.get(name, _value_of(blueprint.config, name)) for name in _OPTIONS}
+
+
+def _value_of(config: EngineConfig, name: str) -> Any:
+    value = getattr(config, name)
+    return value if value is None or isinstance(value, int) else str(value)
 
 
 def _model_digest(blueprint: Blueprint) -> str:

@@ -52,11 +52,11 @@ class Blueprint:
 
     @property
     def program_config(self) -> ProgramConfig:
-        return ProgramConfig(self.model_config, MAX_BEAM_CANDIDATES, self.processors)
+        return ProgramConfig(self.model_config, MAX_BEAM_CANDIDATES, self.processors, self.config.speculative_config)
 
     @property
     def buckets(self) -> list[Bucket]:
-        return make_buckets(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        return make_buckets(self.config.max_num_seqs, self.config.max_num_batched_tokens, self.config.max_drafts)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -74,6 +74,7 @@ class Blueprint:
             *(self.config.block_size, MAX_STOP_TOKEN_IDS),
             rules_size=rules_layout(self.model_config.vocab_size).size,
             hidden=jnp.zeros((self.config.max_num_batched_tokens, self.model_config.hidden_size), self.dtype),
+            drafts=self.config.max_drafts > 0,
         )
 
     def make_kv_cache(self) -> KVCache:

@@ -115,15 +115,21 @@ _NUM_INTS, _NUM_FLOATS = 9, 6
 _HEADER = _NUM_INTS + 2 + _NUM_FLOATS
 
 
-def admission_size(capacity: int, layout: KVLayout) -> int:
+def admission_size(capacity: int, layout: KVLayout, *, drafts: bool = False) -> int:
     """Length of a packed admission with room for `capacity` token ids and their blocks."""
-    return _HEADER + MAX_STOP_TOKEN_IDS + capacity + len(layout.groups) * -(-capacity // layout.block_size)
+    return _HEADER + MAX_STOP_TOKEN_IDS + capacity + len(layout.groups) * -(-capacity // layout.block_size) + drafts
 
 
-def pack_admission(admitted: AdmittedRequest, capacity: int, layout: KVLayout) -> np.ndarray:
-    """Pack a request for its row, with room for `capacity` token ids and their blocks."""
+def pack_admission(admitted: AdmittedRequest, capacity: int, layout: KVLayout, *, drafts: bool = False) -> np.ndarray:
+    """Pack a request for its row, with room for `capacity` token ids and their blocks.
+
+    Where there may be `drafts`, its `DraftState.draft_end` comes last.
+    """
     request, params = admitted.request, admitted.request.params
-    packed = np.zeros(admission_size(capacity, layout), np.int32)
+    whole = np.zeros(admission_size(capacity, layout, drafts=drafts), np.int32)
+    packed = whole[: len(whole) - drafts]
+    if drafts:
+        whole[-1] = request.max_computed_tokens if request.max_drafts else 0
     packed[:_NUM_INTS] = (
         admitted.row,
         len(admitted.token_ids),
@@ -146,7 +152,7 @@ def pack_admission(admitted: AdmittedRequest, capacity: int, layout: KVLayout) -
     tables = packed[_HEADER + MAX_STOP_TOKEN_IDS + capacity :].reshape(len(layout.groups), -1)
     for group, table in enumerate(admitted.block_tables):
         tables[group, : len(table)] = table
-    return packed
+    return whole
 
 
 def unpack_admission(packed: jax.Array, capacity: int, num_groups: int) -> AdmittedRow:

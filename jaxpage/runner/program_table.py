@@ -96,7 +96,7 @@ class ProgramTable:
     @property
     def token_budget(self) -> int:
         """Tokens that a step may carry by what is ready."""
-        return max(bucket.num_tokens for bucket in tuple(self._steps))
+        return max(bucket.num_tokens for bucket in tuple(self._steps) if bucket.takes_any_query)
 
     def wait_traced(self) -> None:
         """Return when the first step no longer needs Python's lock: everything else that starts an engine can wait.
@@ -228,8 +228,9 @@ class ProgramTable:
 
     def _compile_admission(self, capacity: int) -> None:
         self._is_traced.wait()
-        packed = np.zeros(admission_size(capacity, self._shapes.kv_cache.layout), np.int32)
-        args = (self._shapes.state, packed)
+        state = self._shapes.state
+        size = admission_size(capacity, self._shapes.kv_cache.layout, drafts=state.drafts is not None)
+        args = (state, np.zeros(size, np.int32))
         self._admit[capacity] = self._get("admit", capacity, args, lambda: compile_admit(capacity, *args))
 
     def _compile_redraw(self, num_places: int) -> jax.stages.Compiled:

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 import jaxpage.models
 import jaxpage.ops
 import jaxpage.runner
+import jaxpage.speculative
 from jaxpage.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ def environment(mesh: Mesh) -> dict[str, str]:
 def _code_digest() -> str:
     """Of every source file that a traced function may come from."""
     digest = hashlib.sha256()
-    for package in (jaxpage.ops, jaxpage.models, jaxpage.runner):
+    for package in (jaxpage.ops, jaxpage.models, jaxpage.runner, jaxpage.speculative):
         for source in sorted(Path(package.__path__[0]).glob("*.py")):
             digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxpage.config import EngineConfig
 from jaxpage.errors import RequestError
+from jaxpage.loops import Results
 from jaxpage.models.checkpoint import Checkpoint
 from jaxpage.models.packaged import cache_dir
 from jaxpage.request import Request
@@ -102,6 +103,7 @@ class Runner:
             raise
         state = self._batch.state
         self._num_rows = state.num_rows
+        self._speculates = state.drafts is not None
         self._table = StepTable(state.num_rows, len(self.layout.groups), state.block_tables.shape[2])
 
     @property
@@ -193,7 +195,7 @@ class Runner:
             run("fork", pack_forks(output, self._num_rows, len(self.layout.groups)))
         for admitted in output.admitted:
             capacity = programs.capacity(len(admitted.token_ids))
-            run("admit", pack_admission(admitted, capacity, self.layout), (capacity,))
+            run("admit", pack_admission(admitted, capacity, self.layout, drafts=self._speculates), (capacity,))
             if admitted.request.has_rules:
                 run("rules", pack_rules(admitted.row, admitted.request, self.model_config.vocab_size))
         edits, places = self._table.advance(output)
@@ -239,47 +241,57 @@ class Runner:
             self._others.run(program, packed, variant)
         return self._batch.run(program, packed, variant)
 
-    def fetch(
-        self, step: DispatchedStep
-    ) -> tuple[list[int], list[TokenLogprobs | None], list[PromptPiece | None] | None]:
-        """Wait for a step's results, one per scheduled request: its token, -1 where its prompt goes on; what it asked
-        for of log-probabilities at the token; and what of its prompt, None if no request did.
+    def fetch(self, step: DispatchedStep) -> Results:
+        """Wait for a step's results, one per scheduled request: its tokens, none where its prompt goes on; what it
+        asked for of log-probabilities at these; what of its prompt, None if no request did; and how many drafts it has
+        now, None without speculation.
         """
         with jax.transfer_guard_device_to_host("allow"):
-            tokens: list[int] = np.asarray(step.result.tokens)[step.places].tolist()
-            logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+            drawn = np.asarray(step.result.tokens)[step.places].tolist()
+            tokens: list[list[int]] = [[token_id for token_id in of_place if token_id >= 0] for of_place in drawn]
+            num_drafts = None
+            if step.result.num_drafts is not None:
+                num_drafts = np.asarray(step.result.num_drafts)[step.places].tolist()
+            logprobs: list[list[TokenLogprobs] | None] = [None] * len(tokens)
             if step.wants_logprobs:
-                self._take_logprobs(step, step.result, dict(enumerate(step.places.tolist())), logprobs)
+                self._take_logprobs(step, step.result, dict(enumerate(step.places.tolist())), tokens, logprobs)
             if step.redrawn is not None:
                 places, result = step.redrawn
-                drawn = np.asarray(result.tokens)
+                again = np.asarray(result.tokens)
                 for index, place in places.items():
-                    tokens[index] = int(drawn[place])
+                    tokens[index] = [token_id for token_id in again[place].tolist() if token_id >= 0]
                 if step.wants_logprobs:
-                    self._take_logprobs(step, result, places, logprobs)
+                    self._take_logprobs(step, result, places, tokens, logprobs)
             self._programs.go_on()
             if step.scores is None and step.pools is None:
-                return tokens, logprobs, None
+                return tokens, logprobs, None, num_drafts
             pieces: list[PromptPiece | None] = [None] * len(tokens)
             if step.scores is not None:
                 logprobs = fetch_scores(step.scores, step.requests, logprobs, pieces)
             if step.pools is not None:
                 fetch_pools(step.pools, pieces)
-            return tokens, logprobs, pieces
+            return tokens, logprobs, pieces, num_drafts
 
     def _take_logprobs(
-        self, step: DispatchedStep, result: StepResult, places: dict[int, int], logprobs: list[TokenLogprobs | None]
+        self,
+        step: DispatchedStep,
+        result: StepResult,
+        places: dict[int, int],
+        tokens: list[list[int]],
+        logprobs: list[list[TokenLogprobs] | None],
     ) -> None:
-        """Fill in what requests ask for; places: by index in the step."""
-        found = jax.tree.map(np.asarray, result.logprobs)
+        """Fill in what requests ask for at their tokens; places: by index in the step."""
+        found, (_, num_draws) = jax.tree.map(np.asarray, result.logprobs), result.tokens.shape
         for index, place in places.items():
             if (wanted := step.requests[index].num_logprobs) >= 0:
-                logprobs[index] = host_logprobs(found, place, wanted)
+                first = place * num_draws
+                draws = range(first, first + len(tokens[index]))
+                logprobs[index] = [host_logprobs(found, draw, wanted) for draw in draws]
 
 
 def _send_back(result: StepResult, with_logprobs: bool) -> None:
     """Let a result start on its way to the host."""
-    for array in jax.tree.leaves(result if with_logprobs else result.tokens):
+    for array in jax.tree.leaves(result if with_logprobs else (result.tokens, result.num_drafts)):
         array.copy_to_host_async()
 
 

@@ -93,9 +93,9 @@ def _in_prompt(request: Request, place: int, query_len: int, start: int) -> Iter
 def fetch_scores(
     scores: Scores,
     requests: Sequence[Request],
-    drawn: Sequence[TokenLogprobs | None],
+    drawn: Sequence[list[TokenLogprobs] | None],
     pieces: list[PromptPiece | None],
-) -> list[TokenLogprobs | None]:
+) -> list[list[TokenLogprobs] | None]:
     """Wait for scores. Returns `drawn` with whole vocabularies, and puts into `pieces` what is asked for of prompts."""
     with_rows = list(drawn)
     prompts: dict[int, PromptLogprobs] = {}
@@ -116,8 +116,8 @@ def fetch_scores(
         if asked.target >= 0:
             rank = 1 + int(np.sum(row > row[asked.target]))
             add(asked, TokenLogprobs(float(row[asked.target]), rank, [], vocabulary))
-        elif (one := with_rows[asked.place]) is not None:
-            with_rows[asked.place] = msgspec.structs.replace(one, vocabulary=vocabulary)
+        elif (found := with_rows[asked.place]) is not None:  # one: such a request has no drafts
+            with_rows[asked.place] = [msgspec.structs.replace(one, vocabulary=vocabulary) for one in found]
     return with_rows
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxpage.ops.attention import KVCache
 from jaxpage.ops.kv_spec import KVLayout
+from jaxpage.speculative.drafts import DraftState, empty_drafts
 
 
 @jax.tree_util.register_dataclass
@@ -40,6 +41,7 @@ class BatchState:
     own_processors: jax.Array  # [rows] int32, bit i is set where the request asks for the engine's i-th processor
     rules: jax.Array  # [rows, size of `RulesLayout`] int32
     hidden: jax.Array  # [most tokens of a step, embed], of the last step's tokens, as the output head takes them
+    drafts: DraftState | None  # None in an engine that does not speculate
 
     @property
     def num_rows(self) -> int:
@@ -55,6 +57,7 @@ def empty_state(
     *,
     rules_size: int,
     hidden: jax.Array,
+    drafts: bool = False,
 ) -> BatchState:
     """A batch without requests. `hidden` is taken as it is."""
 
@@ -86,6 +89,7 @@ def empty_state(
         own_processors=ints(),
         rules=jnp.zeros((num_rows, rules_size), jnp.int32),
         hidden=hidden,
+        drafts=empty_drafts(num_rows) if drafts else None,
     )
 
 

@@ -50,6 +50,8 @@ from jaxpage.runner.plan import (
     unpack_forks,
 )
 from jaxpage.runner.state import BatchState
+from jaxpage.speculative.config import SpeculativeConfig
+from jaxpage.speculative.drafts import count_accepted
 
 trace_counts: Counter[str] = Counter()
 """How often each function was traced in this process; serving adds none after warm-up."""
@@ -64,6 +66,14 @@ class ProgramConfig:
     """Most alternatives that a row may ask for."""
     processors: tuple[OwnProcessor, ...] = ()
     """The user's own logits processors, in the order of their bits in `BatchState.own_processors`."""
+    speculative: SpeculativeConfig | None = None
+    """How drafts are proposed; None in an engine that does not speculate."""
+
+    def num_draws(self, bucket: Bucket) -> int:
+        """Most tokens that a row draws in a step: one, and one behind each of its drafts."""
+        if self.speculative is None or bucket.max_query_len == 1:
+            return 1
+        return min(1 + self.speculative.num_speculative_tokens, bucket.max_query_len)
 
 
 @jax.tree_util.register_dataclass
@@ -71,8 +81,11 @@ class ProgramConfig:
 class StepResult:
     """What a step gives the host, by place."""
 
-    tokens: jax.Array  # [rows] int32, -1 where a row did not reach its last known token
-    logprobs: TokenLogprobs  # zeros unless a row of the step asks for them
+    tokens: (
+        jax.Array
+    )  # [rows, draws] int32, drafts kept and the token behind them, then -1; all -1 where a prompt goes on
+    logprobs: TokenLogprobs  # of rows * draws; zeros unless a row of the step asks for them
+    num_drafts: jax.Array | None = None  # [rows] int32, proposed for the next step; None without speculation
 
 
 def compile_step(
@@ -89,8 +102,8 @@ def compile_step(
     `when_traced` is called once no more Python runs for it, and XLA has it.
 
     It is made for the devices that their shardings name: GPUs among them need not be on this machine.
-    The program is `(params, kv_cache, state, edits) -> (kv_cache, state, StepResult, logits [rows, vocab] float32)`;
-    kv_cache and state are donated.
+    The program is `(params, kv_cache, state, edits) -> (kv_cache, state, StepResult, logits [rows, vocab] float32)`,
+    the logits of each row's first draw; kv_cache and state are donated.
     """
 
     mesh = kv_cache.buffers[0].sharding.mesh
@@ -241,6 +254,10 @@ def on_device(make: Callable[[], Any], sharding: jax.sharding.Sharding) -> Any:
 
 
 def _admit(state: BatchState, packed: jax.Array, capacity: int) -> BatchState:
+    drafts = None
+    if state.drafts is not None:
+        packed, draft_end = packed[:-1], packed[-1]
+        drafts = state.drafts.admit(packed[0], draft_end)
     new = unpack_admission(packed, capacity, state.block_tables.shape[0])
     # Their rows are shorter than the state's; what stands behind them there belongs to nobody.
     fields = {field.name for field in dataclasses.fields(new)} - {"row", "token_ids", "block_tables"}
@@ -249,6 +266,7 @@ def _admit(state: BatchState, packed: jax.Array, capacity: int) -> BatchState:
         state,
         token_ids=state.token_ids.at[new.row, jnp.arange(capacity)].set(new.token_ids, mode="drop"),
         block_tables=state.block_tables.at[:, new.row, : new.block_tables.shape[1]].set(new.block_tables),
+        drafts=drafts,
         **updated,
     )
 
@@ -274,7 +292,7 @@ def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCa
         return array.at[target].set(array[rows], mode="drop")
 
     copied = {
-        field.name: copy_rows(getattr(state, field.name))
+        field.name: jax.tree.map(copy_rows, getattr(state, field.name))
         for field in dataclasses.fields(state)
         if field.name not in ("block_tables", "places", "hidden")
     }
@@ -298,6 +316,9 @@ def _step(
 
     # Which row each token belongs to, and where in the row it stands.
     query_start = jnp.concatenate([jnp.zeros(1, jnp.int32), running_sum(query_lens)])
+    num_tokens, num_computed = state.num_tokens[rows], state.num_computed_tokens[rows]
+    if state.drafts is not None:
+        query_lens = state.drafts.live_query_lens(rows, query_lens, num_tokens, num_computed)
     token = jnp.arange(bucket.num_tokens)
     if bucket.max_query_len == 1:
         index = token
@@ -306,8 +327,7 @@ def _step(
         index = jnp.minimum(
             jnp.searchsorted(query_start[1:], token, side="right", method="compare_all"), bucket.num_rows - 1
         )
-        live = token < query_start[-1]
-    num_computed = state.num_computed_tokens[rows]
+        live = token - query_start[index] < query_lens[index]
     positions = num_computed[index] + token - query_start[index]
     if bucket.max_query_len == 1:
         positions = num_computed
@@ -331,29 +351,50 @@ def _step(
     tokens = state.token_ids[token_rows, positions]
     hidden, kv_cache = model.forward(params, tokens, positions, kv_cache, metadata, config.model)
 
-    last = hidden if bucket.max_query_len == 1 else hidden[jnp.maximum(query_start[1:] - 1, 0)]
+    # A row draws only when its last known token is computed; prompts that go on in a later step do not. Behind that
+    # token may lie drafts, and it draws behind each of them, too.
+    draws = (query_lens > 0) & (kv_lens >= num_tokens)
+    num_checked = jnp.where(draws, kv_lens - num_tokens, 0)
+    place = jnp.arange(config.num_draws(bucket))
+    last = hidden
+    if bucket.max_query_len > 1:
+        first = query_start[:-1] + jnp.maximum(query_lens - num_checked, 1) - 1
+        last = hidden[jnp.minimum(first[:, None] + place, bucket.num_tokens - 1).reshape(-1)]
     with jax.named_scope("logits"):
-        logits = model.logits(params, last, config.model)
-    # A row draws only when its last known token is computed; prompts that go on in a later step do not.
-    num_tokens = state.num_tokens[rows]
-    draws = (query_lens > 0) & (kv_lens == num_tokens)
+        logits = model.logits(params, last, config.model)  # [rows * draws, vocab]
+    known = num_tokens[:, None] + place  # what each draw follows
+    drawing = draws[:, None] & (place <= num_checked[:, None])
+    of_row, wanted = jnp.repeat(rows, place.size), drawing.reshape(-1)
     with jax.named_scope("sample"):
-        sampling, processing = _sampling_states(state, rows, draws, config)
+        sampling, processing = _sampling_states(state, of_row, known.reshape(-1), wanted, config)
         drawn = sample(logits, sampling, processing, target.place_logits)
-
     with jax.named_scope("logprobs"):
-        wanted = jnp.where(query_lens > 0, state.num_logprobs[rows], -1)
-        logprobs = token_logprobs(logits, drawn, wanted, config.num_logprobs)
+        asked = jnp.where(wanted, state.num_logprobs[of_row], -1)
+        logprobs = token_logprobs(logits, drawn, asked, config.num_logprobs)
 
+    drawn = drawn.reshape(-1, place.size)
+    drafts = state.token_ids.at[rows[:, None], known[:, :-1]].get(mode="clip")
+    num_accepted = count_accepted(drawn, drafts, num_checked)
+    kept = draws[:, None] & (place <= num_accepted[:, None])
+    num_new = jnp.sum(kept, axis=1, dtype=jnp.int32)
+    token_ids = state.token_ids.at[jnp.where(kept, rows[:, None], state.num_rows), known].set(drawn, mode="drop")
+    draft_state, num_drafts = state.drafts, None
+    if draft_state is not None and config.speculative is not None:
+        with jax.named_scope("propose"):
+            draft_state, token_ids, num_drafts = draft_state.propose(
+                token_ids, rows, num_tokens + num_new, draws, config.speculative
+            )
     updated = dataclasses.replace(
         state,
-        token_ids=state.token_ids.at[jnp.where(draws, rows, state.num_rows), num_tokens].set(drawn, mode="drop"),
+        token_ids=token_ids,
         # Padding names some row, and adds nothing to it.
-        num_tokens=state.num_tokens.at[rows].add(draws.astype(jnp.int32)),
-        num_computed_tokens=state.num_computed_tokens.at[rows].add(query_lens),
+        num_tokens=state.num_tokens.at[rows].add(num_new),
+        num_computed_tokens=state.num_computed_tokens.at[rows].add(query_lens - num_checked + num_accepted),
         hidden=state.hidden.at[: bucket.num_tokens].set(hidden),
+        drafts=draft_state,
     )
-    return kv_cache, updated, StepResult(jnp.where(draws, drawn, -1), logprobs), logits
+    result = StepResult(jnp.where(kept, drawn, -1), logprobs, num_drafts)
+    return kv_cache, updated, result, logits if place.size == 1 else logits.reshape(*drawn.shape, -1)[:, 0]
 
 
 def _redraw(
@@ -366,7 +407,7 @@ def _redraw(
     num_tokens = state.num_tokens.at[rows].add(-(redraw != KEEP_DRAW).astype(jnp.int32))
     num_computed = state.num_computed_tokens.at[rows].add(-(redraw == UNDO_DRAW).astype(jnp.int32))
     before = dataclasses.replace(state, num_tokens=num_tokens, num_computed_tokens=num_computed)
-    sampling, processing = _sampling_states(before, rows, draws, config)
+    sampling, processing = _sampling_states(before, rows, num_tokens[rows], draws, config)
     drawn = sample_within(logits, mask, sampling, processing, target.place_logits)
     logprobs = token_logprobs(logits, drawn, jnp.where(draws, state.num_logprobs[rows], -1), config.num_logprobs)
     updated = dataclasses.replace(
@@ -374,21 +415,20 @@ def _redraw(
         token_ids=state.token_ids.at[jnp.where(draws, rows, state.num_rows), num_tokens[rows]].set(drawn, mode="drop"),
         num_tokens=num_tokens.at[rows].add(draws.astype(jnp.int32)),
     )
-    return updated, StepResult(jnp.where(draws, drawn, -1), logprobs)
+    return updated, StepResult(jnp.where(draws, drawn, -1)[:, None], logprobs)
 
 
 def _sampling_states(
-    state: BatchState, rows: jax.Array, draws: jax.Array, config: ProgramConfig
+    state: BatchState, rows: jax.Array, num_tokens: jax.Array, draws: jax.Array, config: ProgramConfig
 ) -> tuple[SamplingState, ProcessingState]:
-    """The options of a step's rows; those that do not draw have none.
+    """The options of a step's draws; those that are not made have none.
 
-    rows: [rows] int32, draws: [rows] bool.
+    rows: [n] int32, of each draw; num_tokens: [n] int32, tokens that it follows; draws: [n] bool, whether it is made.
     """
 
     def where_drawn(values: jax.Array, off: float) -> jax.Array:
         return jnp.where(draws, values[rows], off)
 
-    num_tokens = state.num_tokens[rows]
     sampling = SamplingState(
         temperature=where_drawn(state.temperature, 0),
         top_k=where_drawn(state.top_k, 0),

@@ -118,6 +118,17 @@ def expected_tokens(specs: tuple[KVSpec, ...], request: Request) -> tuple[list[i
     return tokens[request.num_prompt_tokens :], "length"
 
 
+_told = functools.lru_cache(1000)(expected_tokens)
+
+
+def guesses(specs: tuple[KVSpec, ...], request: Request, num_tokens: int) -> list[int]:
+    """Drafts behind its first `num_tokens`: what will follow, with some of them wrong; at times fewer or none."""
+    following = [*_told(specs, request)[0], *[0] * request.max_drafts][num_tokens - request.num_prompt_tokens :]
+    dice = hash((request.seed, num_tokens, *following))
+    drafts = following[: min(request.max_drafts, dice % 7, request.max_computed_tokens - num_tokens)]
+    return [(draft + 1) % VOCAB_SIZE if hash((dice, place)) % 4 == 0 else draft for place, draft in enumerate(drafts)]
+
+
 def expected_beams(
     specs: tuple[KVSpec, ...], request: Request, params: BeamSearchParams, eos: frozenset[int]
 ) -> list[FinishedBeam]:
@@ -139,11 +150,16 @@ class DeviceRow:
     num_computed_tokens: int = 0
     request: Request | None = None
     """For its options: seed, temperature, salt, candidates."""
+    drafts: list[int] = field(default_factory=list)
+    """Guesses at what follows `token_ids`."""
     hidden: int = 0
     """What the last token was drawn from."""
 
     def copy(self) -> "DeviceRow":
         return dataclasses.replace(self, tables=[list(table) for table in self.tables], token_ids=list(self.token_ids))
+
+
+Results = tuple[list[list[int]], list[list[TokenLogprobs] | None], None, list[int]]
 
 
 class Device:
@@ -152,41 +168,45 @@ class Device:
     def __init__(self, num_rows: int, layout: KVLayout) -> None:
         self.rows = [DeviceRow([[STALE] * MAX_BLOCKS for _ in layout.groups]) for _ in range(num_rows)]
         self._layout = layout
+        self._specs = tuple(layout.groups[group].spec for group, _ in layout.layers)
         self._pages: dict[tuple[int, int], dict[int, int]] = {}
         """(array, block id) -> offset -> what is kept there."""
 
-    def run(self, output: SchedulerOutput) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """One step. Returns a token for each scheduled row, -1 where the known tokens are not all computed."""
+    def run(self, output: SchedulerOutput) -> Results:
+        """One step. Returns what each scheduled row draws, nothing where the known tokens are not all computed."""
         self._prepare(output)
         scheduled = [self.rows[row_index] for row_index in output.rows]
         hidden: list[list[int]] = []
-        for row, query_len in zip(scheduled, output.query_lens, strict=True):
+        for row, most in zip(scheduled, output.query_lens, strict=True):
+            request, known = row.request, row.token_ids + row.drafts
+            assert request is not None
+            end = min(len(known), request.max_computed_tokens) if request.max_drafts else len(known)
+            query_len = max(0, min(most, end - row.num_computed_tokens))
+            assert query_len == most or request.max_drafts
             positions = range(row.num_computed_tokens, row.num_computed_tokens + query_len)
-            assert row.request is not None
-            hidden.append([embed(position, row.token_ids[position], salt_of(row.request)) for position in positions])
+            hidden.append([embed(position, known[position], salt_of(request)) for position in positions])
         for layer in range(len(self._layout.layers)):
             for row, values in zip(scheduled, hidden, strict=True):
                 self._write(layer, row, values)
             hidden = [self._attend(layer, row, len(values)) for row, values in zip(scheduled, hidden, strict=True)]
-        for row, query_len in zip(scheduled, output.query_lens, strict=True):
-            row.num_computed_tokens += query_len
-        results = [self._sample(row, values[-1]) for row, values in zip(scheduled, hidden, strict=True)]
-        return [token_id for token_id, _ in results], [logprobs for _, logprobs in results]
+        results = [self._sample(row, values) for row, values in zip(scheduled, hidden, strict=True)]
+        tokens, logprobs = [tokens for tokens, _ in results], [logprobs for _, logprobs in results]
+        return tokens, logprobs, None, [len(row.drafts) for row in scheduled]
 
-    def draw_again(self, output: SchedulerOutput, masks: dict[int, np.ndarray | None]) -> dict[int, int]:
-        """Draw again or, without a mask, undo; by index in the step. Returns what was drawn, -1 where nothing was."""
-        drawn: dict[int, int] = {}
+    def draw_again(self, output: SchedulerOutput, masks: dict[int, np.ndarray | None]) -> dict[int, list[int]]:
+        """Draw again or, without a mask, undo; by index in the step. Returns what was drawn."""
+        drawn: dict[int, list[int]] = {}
         for index, mask in masks.items():
             row = self.rows[output.rows[index]]
             assert row.request is not None
             row.token_ids.pop()
             if mask is None:
                 row.num_computed_tokens -= 1
-                drawn[index] = -1
+                drawn[index] = []
                 continue
             allowed = [token_id for token_id in range(VOCAB_SIZE) if mask[0] >> token_id & 1]
-            drawn[index] = draw(row.hidden, row.request, allowed)
-            row.token_ids.append(drawn[index])
+            drawn[index] = [draw(row.hidden, row.request, allowed)]
+            row.token_ids += drawn[index]
         return drawn
 
     def _prepare(self, output: SchedulerOutput) -> None:
@@ -201,6 +221,7 @@ class Device:
             row = self.rows[admitted.row]
             row.request = admitted.request
             row.token_ids, row.num_computed_tokens = list(admitted.token_ids), admitted.num_computed_tokens
+            row.drafts = []
             for table, block_ids in zip(row.tables, admitted.block_tables, strict=True):
                 table[: len(block_ids)] = block_ids
         for row_index, group, index, block_id in output.new_blocks:
@@ -233,13 +254,24 @@ class Device:
         assert 0 < block_id < STALE, "KV of the null block, or of none, is used"
         return (buffer, block_id), offset
 
-    def _sample(self, row: DeviceRow, hidden: int) -> tuple[int, TokenLogprobs | None]:
-        if row.num_computed_tokens < len(row.token_ids):
-            return -1, None
-        assert row.request is not None
-        row.hidden = hidden
-        token_id = draw(hidden, row.request)
-        row.token_ids.append(token_id)
-        if row.request.num_logprobs < 0:
-            return token_id, None
-        return token_id, TokenLogprobs(0.0, 1, candidates(hidden, row.request.num_logprobs))
+    def _sample(self, row: DeviceRow, hidden: Sequence[int]) -> tuple[list[int], list[TokenLogprobs] | None]:
+        """Draw behind the last known token and, as long as draws are what was guessed, behind the drafts."""
+        request, num_known = row.request, len(row.token_ids)
+        assert request is not None
+        drawing = hidden[max(num_known - 1 - row.num_computed_tokens, 0) :]
+        if not drawing:
+            row.num_computed_tokens += len(hidden)
+            return [], None
+        row.hidden = drawing[0]
+        checked = row.drafts[: len(drawing) - 1]
+        for value in drawing:
+            row.token_ids.append(draw(value, request))
+            if row.token_ids[num_known:] != checked[: len(row.token_ids) - num_known]:
+                break
+        row.num_computed_tokens = len(row.token_ids) - 1
+        row.drafts = guesses(self._specs, request, len(row.token_ids)) if request.max_drafts else []
+        tokens = row.token_ids[num_known:]
+        if request.num_logprobs < 0:
+            return tokens, None
+        kept = zip(drawing, tokens, strict=False)
+        return tokens, [TokenLogprobs(0.0, 1, candidates(value, request.num_logprobs)) for value, _ in kept]

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from simulated import VOCAB_SIZE, Device, Rule, expected_tokens
+from simulated import VOCAB_SIZE, Device, Results, Rule, expected_tokens
 
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.spec import max_request_tokens, plan_layout
@@ -16,7 +16,7 @@ from jaxpage.ops.kv_spec import KVSpec
 from jaxpage.request import Request
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduler import Scheduler, SchedulerOutput
-from jaxpage.wire import TokenLogprobs, TokenOutput
+from jaxpage.wire import TokenOutput
 
 if TYPE_CHECKING:
     from jaxpage.structured.constraint import Constraint
@@ -25,8 +25,7 @@ KINDS = ((KVSpec(1, 8),), (KVSpec(1, 8, window=5), KVSpec(1, 8)))
 BASES = ([0] * 24, [0, 1] * 12)
 """Prompts begin alike, so that they share blocks."""
 BLOCK_SIZE, BUDGET, MAX_NUM_SEQS, NUM_BLOCKS = 4, 16, 3, 12
-Results = tuple[list[int], list[TokenLogprobs | None], None]
-Step = tuple[SchedulerOutput, list[int], list[TokenLogprobs | None]]
+Step = tuple[SchedulerOutput, Results]
 
 
 class AsyncDevice:
@@ -36,18 +35,18 @@ class AsyncDevice:
         self._device = device
 
     def dispatch(self, output: SchedulerOutput) -> Step:
-        return output, *self._device.run(output)
+        return output, self._device.run(output)
 
     def draw_again(self, step: Step, masks: dict[int, np.ndarray | None]) -> Step:
-        output, tokens, logprobs = step
+        output, (tokens, *others) = step
         drawn = self._device.draw_again(output, masks)
-        return output, [drawn.get(index, token_id) for index, token_id in enumerate(tokens)], logprobs
+        return output, ([drawn.get(index, before) for index, before in enumerate(tokens)], *others)
 
     def has_ended(self, step: Step) -> bool:
         return True
 
     def fetch(self, step: Step) -> Results:
-        return *step[1:], None
+        return step[1]
 
 
 @dataclass
@@ -71,9 +70,9 @@ class Mode:
 class Modes(RuleBasedStateMachine):
     """Every rule is applied to all three at once."""
 
-    @initialize(specs=st.sampled_from(KINDS), caching=st.booleans())
-    def start(self, specs: tuple[KVSpec, ...], caching: bool) -> None:
-        self.specs = specs
+    @initialize(specs=st.sampled_from(KINDS), caching=st.booleans(), max_drafts=st.sampled_from((0, 1, 4)))
+    def start(self, specs: tuple[KVSpec, ...], caching: bool, max_drafts: int) -> None:
+        self.specs, self.max_drafts = specs, max_drafts
         self.expected: dict[str, tuple[list[int], str]] = {}
         self.aborted: set[str] = set()
         self.modes: dict[str, Mode] = {}
@@ -93,6 +92,7 @@ class Modes(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         greedy=st.booleans(),
         n=st.integers(1, 3),
+        drafts=st.booleans(),
         rule=st.none() | st.tuples(st.integers(0, 2), st.integers(1, 6), st.booleans()),
     )
     def add(self, base: list[int], length: int, max_tokens: int, min_tokens: int, seed: int, **options: Any) -> None:
@@ -115,6 +115,8 @@ class Modes(RuleBasedStateMachine):
             for request in (first, *forks):
                 if options["rule"] is not None:
                     request.constraint = cast("Constraint", Rule(*options["rule"]))
+                elif options["drafts"]:
+                    request.max_drafts = self.max_drafts
                 mode.tokens[request.request_id] = []
                 self.expected[request.request_id] = expected_tokens(self.specs, request)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from simulated import VOCAB_SIZE, Device, expected_beams, expected_tokens
+from simulated import VOCAB_SIZE, Device, Results, expected_beams, expected_tokens
 
 from jaxpage.beam_group import BeamGroup
 from jaxpage.beam_search import BeamSearch
@@ -20,7 +20,7 @@ from jaxpage.policies import load_policy
 from jaxpage.request import Request, RequestStatus
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduler import Scheduler, SchedulerOutput
-from jaxpage.wire import BeamOutput, BeamSequence, TokenLogprobs, sequence_id
+from jaxpage.wire import BeamOutput, BeamSequence, sequence_id
 
 FULL, WINDOW, CHUNK = KVSpec(1, 8), KVSpec(1, 8, window=5), KVSpec(1, 8, chunk=6)
 SMALL_WINDOW = KVSpec(1, 4, window=7)
@@ -55,6 +55,12 @@ class Options:
     policy: str = "fcfs"
     depth: int = 1
     """Steps that are scheduled before the first of them is updated."""
+    max_drafts: int = 0
+    """Drafts that the device may propose for a sequence."""
+
+    @property
+    def max_step_tokens(self) -> int:
+        return max(self.threshold or self.budget, 1 + self.max_drafts * self.depth)
 
     @property
     def longest(self) -> int:
@@ -63,7 +69,7 @@ class Options:
 
     def longest_of(self, num_beams: int) -> int:
         layout = plan_layout(self.specs, self.block_size)
-        return min(max_request_tokens(layout, self.blocks // num_beams, self.threshold or self.budget), 40)
+        return min(max_request_tokens(layout, self.blocks // num_beams, self.max_step_tokens), 40)
 
 
 @dataclass
@@ -85,7 +91,7 @@ class Engine:
         self.kv_cache = KVCacheManager(
             options.blocks + 1,
             layout,
-            max_step_tokens=options.threshold or options.budget,
+            max_step_tokens=options.max_step_tokens,
             enable_prefix_caching=options.caching,
         )
         self.policy = load_policy(options.policy)
@@ -106,7 +112,7 @@ class Engine:
         self.num_cached_tokens: dict[str, int] = {}
         self.num_steps = 0
         self._arrivals = 0
-        self._in_flight: deque[tuple[SchedulerOutput, list[int], list[TokenLogprobs | None]]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, Results]] = deque()
 
     def add(
         self,
@@ -134,6 +140,7 @@ class Engine:
             fork.prefix = first
         first.forks = forks
         for sequence in (first, *forks):
+            sequence.max_drafts = self.options.max_drafts
             self.live[sequence.request_id] = Live(sequence)
             self.outputs[sequence.request_id] = []
         self.scheduler.add(first)
@@ -189,7 +196,7 @@ class Engine:
         self._check_step(output, preempted=self.scheduler.num_preemptions > preemptions_before)
         if output.requests:
             self.num_steps += 1
-            self._in_flight.append((output, *self.device.run(output)))
+            self._in_flight.append((output, self.device.run(output)))
             self._check_device(output)
         if abort_during is not None:
             self.abort(abort_during)
@@ -234,8 +241,8 @@ class Engine:
             for index in range(count)
         ]
 
-    def _update(self, output: SchedulerOutput, sampled: list[int], logprobs: list[TokenLogprobs | None]) -> None:
-        for given in self.scheduler.update(output, sampled, logprobs):
+    def _update(self, output: SchedulerOutput, results: Results) -> None:
+        for given in self.scheduler.update(output, *results):
             live = self.live[given.sequence_id]
             if isinstance(given, BeamOutput):
                 assert live.search is not None
@@ -283,14 +290,16 @@ class Engine:
         """Whether the device knows the scheduled requests as the host does."""
         for request in output.requests:
             row = self.device.rows[request.row]
-            assert row.num_computed_tokens == request.num_computed_tokens
+            assert row.num_computed_tokens <= request.num_computed_tokens
+            assert row.num_computed_tokens >= min(request.num_surely_computed_tokens, request.max_computed_tokens)
             known = min(request.num_tokens, request.num_computed_tokens)  # those in flight follow
             assert row.token_ids[:known] == request.token_ids[:known]
             for group, (known, table) in enumerate(
                 zip(row.tables, self.kv_cache.tables(request.request_id), strict=True)
             ):
                 size = self.layout.groups[group].block_size
-                assert len(table) == -(-request.num_computed_tokens // size)
+                needed = -(-min(request.num_computed_tokens, request.max_computed_tokens) // size)
+                assert len(table) == needed or (len(table) > needed and request.max_drafts)
                 assert all(there in (0, here) for here, there in zip(known, table, strict=False))
 
     def check(self) -> None:
@@ -303,6 +312,7 @@ class Engine:
         heads = [request for request in known if request.beams is None or request is request.beams.beams[0]]
         assert {request.request_id for request in heads} == self.live.keys()
         owners = [r for head in heads for r in ([head] if head.beams is None else head.beams.beams)]
+        assert all(0 <= owner.num_drafts_in_flight <= owner.num_in_flight for owner in owners)
         rows = [request.row for request in owners if request.row >= 0]
         assert sorted([*rows, *self.scheduler._free_rows]) == list(range(self.options.max_num_seqs))
         for head in heads:
@@ -336,7 +346,9 @@ def engine_options(draw: st.DrawFn) -> Options:
     max_num_seqs = draw(st.sampled_from([1, 2, 3, 4, 5, 6]))
     budget = max_num_seqs + draw(st.integers(0, 12))
     threshold = draw(st.one_of(st.just(0), st.integers(1, budget)))
-    needed = num_blocks_for(plan_layout(specs, block_size), draw(st.integers(4, 16)), threshold or budget)
+    max_drafts = draw(st.sampled_from([0, 0, 1, 4]))
+    max_step_tokens = max(threshold or budget, 1 + 2 * max_drafts)
+    needed = num_blocks_for(plan_layout(specs, block_size), draw(st.integers(4, 16)), max_step_tokens)
     return Options(
         specs=specs,
         blocks=needed + draw(st.integers(0, 4)),
@@ -348,6 +360,7 @@ def engine_options(draw: st.DrawFn) -> Options:
         caching=draw(st.sampled_from([True, True, False])),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         depth=draw(st.sampled_from([1, 1, 2])),
+        max_drafts=max_drafts,
     )
 
 
@@ -492,6 +505,33 @@ def test_a_long_history_in_a_pool_that_is_too_small_preempts_and_finds_and_gives
     assert engine.scheduler.num_preemptions > 0
     assert engine.kv_cache.num_hit_tokens > 0
     assert len(engine.finished) > 60
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kind", ["full", "full and windows", "unequal blocks"])
+def test_a_long_history_with_drafts_keeps_some_and_rejects_some_and_gives_everyone_their_own(
+    kind: str, depth: int
+) -> None:
+    specs, max_drafts = KINDS[kind], 4
+    blocks = num_blocks_for(plan_layout(specs, 2), 12, 1 + depth * max_drafts)
+    options = Options(
+        specs=specs,
+        blocks=blocks,
+        block_size=2,
+        max_num_seqs=5,
+        budget=20,
+        policy="fcfs" if depth == 1 else "priority",
+        depth=depth,
+        max_drafts=max_drafts,
+    )
+    engine = long_history(options)
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.kv_cache.num_hit_tokens > 0
+    accepted = engine.scheduler.acceptance
+    assert accepted.num_draft_tokens > accepted.num_accepted_tokens > 20
+    assert accepted.num_accepted_tokens_per_pos == sorted(accepted.num_accepted_tokens_per_pos, reverse=True)
+    assert len(accepted.num_accepted_tokens_per_pos) == max_drafts
+    assert sum(accepted.num_accepted_tokens_per_pos) == accepted.num_accepted_tokens
 
 
 def test_a_pool_that_is_far_too_small_preempts_and_still_gives_every_request_its_tokens() -> None:

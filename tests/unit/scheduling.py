@@ -110,15 +110,15 @@ def add_search(target: Scheduler, request_id: str, num_prompt_tokens: int, width
     return group
 
 
-def sample(output: SchedulerOutput, token_id: int = 7) -> list[int]:
-    """What a device gives: a token to every row whose known tokens are all computed by now, else -1."""
-    return [token_id if request.num_computed_tokens == request.num_tokens else -1 for request in output.requests]
+def sample(output: SchedulerOutput, token_id: int = 7) -> list[list[int]]:
+    """What a device gives: a token to every row whose known tokens are all computed by now, else none."""
+    return [[token_id] if request.num_computed_tokens == request.num_tokens else [] for request in output.requests]
 
 
-def alternatives(output: SchedulerOutput) -> list[TokenLogprobs | None]:
+def alternatives(output: SchedulerOutput) -> list[list[TokenLogprobs] | None]:
     """What a device gives to those who ask for it: tokens 10, 11, ..., each half as probable as the one before."""
     return [
-        TokenLogprobs(0.0, 1, [(10 + i, -0.7 * (i + 1)) for i in range(request.num_logprobs)])
+        [TokenLogprobs(0.0, 1, [(10 + i, -0.7 * (i + 1)) for i in range(request.num_logprobs)])]
         if request.num_logprobs >= 0
         else None
         for request in output.requests

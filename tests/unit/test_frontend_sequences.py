@@ -114,8 +114,8 @@ def test_options_that_leave_no_token_to_generate_are_refused() -> None:
 def test_a_token_comes_with_its_alternatives_its_own_value_first() -> None:
     a, b, c = TOKENIZER.encode("abc")
     request = opened(params=SamplingParams(logprobs=2))
-    request.take(TokenOutput("r", [c], logprobs=TokenLogprobs(-3.0, 40, [(a, -0.5), (b, -1.0)])))
-    output, _ = request.take(TokenOutput("r", [b], logprobs=TokenLogprobs(-1.0, 2, [(a, -0.5), (b, -1.0)])))
+    request.take(TokenOutput("r", [c], logprobs=[TokenLogprobs(-3.0, 40, [(a, -0.5), (b, -1.0)])]))
+    output, _ = request.take(TokenOutput("r", [b], logprobs=[TokenLogprobs(-1.0, 2, [(a, -0.5), (b, -1.0)])]))
     found = completion(output)
     assert found.logprobs == [
         {c: Logprob(-3.0, 40, "c"), a: Logprob(-0.5, 1, "a"), b: Logprob(-1.0, 2, "b")},
@@ -127,7 +127,7 @@ def test_a_token_comes_with_its_alternatives_its_own_value_first() -> None:
 
 def test_no_alternatives_leave_the_tokens_own_log_probability() -> None:
     output, _ = opened(params=SamplingParams(logprobs=0)).take(
-        TokenOutput("r", [EOS], "stop", None, 0, TokenLogprobs(-2.0, 9, []))
+        TokenOutput("r", [EOS], "stop", None, 0, [TokenLogprobs(-2.0, 9, [])])
     )
     assert completion(output).logprobs == [{EOS: Logprob(-2.0, 9, "</s>")}]
     assert completion(output).cumulative_logprob == -2.0
@@ -141,8 +141,8 @@ def test_log_probabilities_were_asked_for_or_not_also_before_the_first_token() -
 
 def test_log_probabilities_of_an_output_do_not_change_when_more_come() -> None:
     request = opened(params=SamplingParams(logprobs=0))
-    first, _ = request.take(TokenOutput("r", [1], logprobs=TokenLogprobs(-1.0, 1, [])))
-    request.take(TokenOutput("r", [2], logprobs=TokenLogprobs(-1.0, 1, [])))
+    first, _ = request.take(TokenOutput("r", [1], logprobs=[TokenLogprobs(-1.0, 1, [])]))
+    request.take(TokenOutput("r", [2], logprobs=[TokenLogprobs(-1.0, 1, [])]))
     assert len(completion(first).logprobs or ()) == 1
 
 

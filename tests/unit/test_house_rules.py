@@ -18,7 +18,7 @@ SERVER_STARTERS = {"jaxpage/cli.py", "jaxpage/__main__.py"}
 JAX_FREE_MODULES = [
     *("scheduler", "request", "wire", "frontend", "tokenizer", "chat_template", "tool_prompt", "gguf_tokenizer"),
     *("sampling_params", "beam_search", "beam_group", "policies", "outputs", "config", "errors"),
-    *("server_config", "options"),
+    *("server_config", "options", "speculative/config", "speculative/acceptance"),
 ]
 MAX_LINES = 600
 

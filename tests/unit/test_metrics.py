@@ -4,6 +4,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpage.metrics import Metrics
 from jaxpage.outputs import RequestMetrics
+from jaxpage.speculative.acceptance import Acceptance
 
 DASHBOARD = {
     "num_requests_running",
@@ -29,6 +30,7 @@ DASHBOARD = {
         )
     ),
     "cache_config_info",
+    *(f"spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")),
 }
 
 
@@ -90,6 +92,19 @@ def test_the_engines_totals_become_counters_and_its_states_gauges() -> None:
     assert found["jaxpage:schedule_seconds_total"] == 0.5
     assert found["jaxpage:iteration_tokens_total_sum"] == 519
     assert found["jaxpage:iteration_tokens_total_count"] == 2
+
+
+def test_drafts_are_counted_and_those_kept_by_their_position_too() -> None:
+    metrics, acceptance = Metrics("m"), Acceptance()
+    for num_accepted in (3, 1, 0):
+        acceptance.count(3, num_accepted)
+        metrics.take_stats(acceptance.stats(), [])
+    found = samples(metrics)
+    prefix = "jaxpage:spec_decode_num_"
+    assert [found[f"{prefix}{name}_total"] for name in ("drafts", "draft_tokens", "accepted_tokens")] == [3, 9, 4]
+    text = metrics.render().decode()
+    for position, count in enumerate((2.0, 1.0, 1.0)):
+        assert f'{prefix}accepted_tokens_per_pos_total{{model_name="m",position="{position}"}} {count}\n' in text
 
 
 def test_a_request_that_never_ran_counts_only_as_ended() -> None:

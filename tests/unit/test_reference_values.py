@@ -1,7 +1,8 @@
 """Values that users of vLLM know: what its scheduler and KV cache were observed to do, one test for each."""
 
+import jax.numpy as jnp
 import pytest
-from scheduling import add, ids, lens, run, sample, scheduler, step, table
+from scheduling import STOP, add, ids, lens, run, sample, scheduler, step, table
 
 from jaxpage.kv_cache.hashing import ExtraKeys, MediaItem, block_keys
 from jaxpage.kv_cache.manager import KVCacheManager
@@ -11,6 +12,7 @@ from jaxpage.policies import Priority
 from jaxpage.request import Request, RequestStatus
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduler import Scheduler
+from jaxpage.speculative.drafts import count_accepted
 from jaxpage.wire import TokenOutput
 
 FULL, WINDOW = KVSpec(1, 8), KVSpec(1, 8, window=32)
@@ -199,3 +201,20 @@ def test_max_tokens_m_on_a_prompt_of_10_schedules_exactly_10_plus_m_minus_1_toke
     assert len(outputs) == max_tokens
     for request_id in "abc":
         assert sum(lens(output).get(request_id, 0) for output in outputs) == 10 + max_tokens - 1
+
+
+def test_a_stop_token_inside_accepted_drafts_cuts_the_output_and_the_rest_is_dropped() -> None:
+    target = scheduler()
+    request = add(target, "a", 10)
+    request.max_drafts = 3
+    target.update(target.schedule(), [[7]], None, None, [3])
+    output = target.schedule()
+    assert lens(output) == {"a": 4}
+    assert target.update(output, [[8, STOP, 9, 10]]) == [TokenOutput("a", [8, STOP], "stop", STOP)]
+    assert request.token_ids[10:] == [7, 8, STOP]
+
+
+def test_greedy_verification_of_drafts_1_2_3_against_targets_1_5_accepts_1_and_emits_5_behind_it() -> None:
+    drafts, targets = jnp.array([[1, 2, 3]]), jnp.array([[1, 5, 3, 4]])
+    [accepted] = count_accepted(targets, drafts, jnp.array([3]))
+    assert targets[0, : accepted + 1].tolist() == [1, 5]

@@ -213,7 +213,7 @@ def test_preemption_neither_loses_nor_doubles_tokens() -> None:
     for _ in range(1000):
         output = target.schedule()
         sampled = [
-            100 + request.num_output_tokens if request.num_computed_tokens == request.num_tokens else -1
+            [100 + request.num_output_tokens] if request.num_computed_tokens == request.num_tokens else []
             for request in output.requests
         ]
         for token in target.update(output, sampled):
@@ -357,7 +357,7 @@ def test_the_token_of_a_request_aborted_during_the_step_is_dropped() -> None:
     add(target, "b", 4)
     output = target.schedule()
     target.abort("a")
-    assert target.update(output, [7, 8]) == [TokenOutput("b", [8])]
+    assert target.update(output, [[7], [8]]) == [TokenOutput("b", [8])]
     assert a.num_output_tokens == 0
 
 

@@ -300,7 +300,7 @@ def test_the_token_in_flight_of_a_preempted_request_can_end_it() -> None:
     a = add(target, "a", 4, 5)
     output = target.schedule()
     target._preempt(a, None)
-    assert target.update(output, [STOP]) == [TokenOutput("a", [STOP], "stop", STOP)]
+    assert target.update(output, [[STOP]]) == [TokenOutput("a", [STOP], "stop", STOP)]
     assert not target.has_requests
     assert target.waiting == []
 
@@ -310,7 +310,7 @@ def test_a_token_in_flight_is_scheduled_as_if_it_were_known_but_none_past_the_en
     add(target, "a", 4, 3)
     steps = [target.schedule() for _ in range(4)]
     assert [lens(output) for output in steps] == [{"a": 4}, {"a": 1}, {"a": 1}, {}]
-    outputs = [given for output in steps[:3] for given in target.update(output, [7])]
+    outputs = [given for output in steps[:3] for given in target.update(output, [[7]])]
     assert outputs == [TokenOutput("a", [7]), TokenOutput("a", [7]), TokenOutput("a", [7], "length")]
 
 
@@ -318,8 +318,8 @@ def test_what_was_scheduled_past_a_stop_is_dropped() -> None:
     target = scheduler()
     add(target, "a", 4, 9)
     first, second = target.schedule(), target.schedule()
-    assert target.update(first, [STOP]) == [TokenOutput("a", [STOP], "stop", STOP)]
-    assert target.update(second, [7]) == []
+    assert target.update(first, [[STOP]]) == [TokenOutput("a", [STOP], "stop", STOP)]
+    assert target.update(second, [[7]]) == []
     assert not target.has_requests
 
 
@@ -329,7 +329,7 @@ def test_a_preempted_request_waits_for_its_token_in_flight_before_it_resumes() -
     first = target.schedule()
     target._preempt(a, None)
     assert target.schedule().admitted == []
-    target.update(first, [7])
+    target.update(first, [[7]])
     (admitted,) = target.schedule().admitted
     assert admitted.token_ids == [1, 2, 3, 4, 7]
 
@@ -339,5 +339,5 @@ def test_a_block_is_found_as_soon_as_its_tokens_are_known() -> None:
     add(target, "a", 3, 9)
     steps = [target.schedule() for _ in range(3)]  # the second one fills the block
     assert target.kv_cache.pool.num_cached == 0
-    target.update(steps[0], [7])
+    target.update(steps[0], [[7]])
     assert target.kv_cache.pool.num_cached == 1

@@ -15,6 +15,7 @@ from jaxpage.runner.plan import pack_edits, pack_forks
 from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
 from jaxpage.runner.step import compile_edit, compile_fork
 from jaxpage.scheduler import RowFork, SchedulerOutput
+from jaxpage.speculative.drafts import DraftState
 
 NUM_ROWS, MAX_MODEL_LEN, NUM_BLOCKS = 5, 20, 9
 FULL, WINDOW = KVGroup(KVSpec(2, 4), 4), KVGroup(KVSpec(1, 4, window=6), 8)
@@ -25,7 +26,9 @@ Arrays = dict[str, np.ndarray]
 def arrays_of(kv_cache: KVCache, state: BatchState) -> Arrays:
     """Everything on the device, by name."""
     buffers = {f"buffer {i}": np.array(buffer) for i, buffer in enumerate(kv_cache.buffers)}
-    return buffers | {field.name: np.array(getattr(state, field.name)) for field in dataclasses.fields(state)}
+    fields = [*dataclasses.fields(state), *dataclasses.fields(DraftState)]
+    of_rows = {field.name: getattr(state, field.name, getattr(state.drafts, field.name, None)) for field in fields}
+    return buffers | {name: np.array(array) for name, array in of_rows.items() if name != "drafts"}
 
 
 def random_device_state() -> tuple[KVCache, BatchState]:
@@ -36,7 +39,13 @@ def random_device_state() -> tuple[KVCache, BatchState]:
         return jnp.asarray(rng.permutation(array.size).reshape(array.shape), array.dtype)
 
     state = jax.tree.map(
-        fill, empty_state(NUM_ROWS, MAX_MODEL_LEN, 2, FULL.block_size, 4, rules_size=70, hidden=jnp.zeros((6, 8)))
+        fill,
+        empty_state(
+            *(NUM_ROWS, MAX_MODEL_LEN, 2, FULL.block_size, 4),
+            rules_size=70,
+            hidden=jnp.zeros((6, 8)),
+            drafts=True,
+        ),
     )
     state = dataclasses.replace(state, num_tokens=jnp.arange(3, 3 + 2 * NUM_ROWS, 2, dtype=jnp.int32))
     return jax.tree.map(fill, empty_kv_cache(LAYOUT, NUM_BLOCKS, np.dtype(np.float32))), state

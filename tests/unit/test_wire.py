@@ -72,10 +72,10 @@ FROM_ENGINE: list[wire.FromEngine] = [
     wire.Outputs(
         [
             wire.TokenOutput(
-                "r-1", [5], num_cached_tokens=16, logprobs=wire.TokenLogprobs(-0.25, 2, [(7, -0.1), (5, -0.25)])
+                "r-1", [5], num_cached_tokens=16, logprobs=[wire.TokenLogprobs(-0.25, 2, [(7, -0.1), (5, -0.25)])]
             ),
-            wire.TokenOutput("r-1#1", [6], logprobs=wire.TokenLogprobs(-9.5, 100, [])),
-            wire.TokenOutput("r-4", [6], logprobs=wire.TokenLogprobs(-9.5, 100, [], b"\x00\xff" * 100)),
+            wire.TokenOutput("r-1#1", [6], logprobs=[wire.TokenLogprobs(-9.5, 100, [])]),
+            wire.TokenOutput("r-4", [6], logprobs=[wire.TokenLogprobs(-9.5, 100, [], b"\x00\xff" * 100)]),
             wire.TokenOutput("r-5", [6], prompt_logprobs=[wire.TokenLogprobs(-9.5, 1, [(3, -9.5)])]),
             wire.BeamOutput("r-2", [wire.BeamSequence([5, 2], -1.5, -0.75, "stop")], 32),
             wire.BeamOutput("r-3", []),
