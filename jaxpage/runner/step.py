@@ -81,9 +81,8 @@ class ProgramConfig:
 class StepResult:
     """What a step gives the host, by place."""
 
-    tokens: (
-        jax.Array
-    )  # [rows, draws] int32, drafts kept and the token behind them, then -1; all -1 where a prompt goes on
+    tokens: jax.Array  # [rows, draws] int32, -1 where there is none
+    """Drafts kept and the token behind them; none where a prompt goes on."""
     logprobs: TokenLogprobs  # of rows * draws; zeros unless a row of the step asks for them
     num_drafts: jax.Array | None = None  # [rows] int32, proposed for the next step; None without speculation
 
