@@ -123,4 +123,4 @@ def gated_mlp(layer: Params, x: jax.Array, activation: Callable[[jax.Array], jax
 def output_logits(params: Params, hidden: jax.Array, cfg: ModelConfig) -> jax.Array:
     """hidden: [rows, embed] -> [rows, vocab] float32."""
     head = params["embed"] if cfg.tie_word_embeddings else params["lm_head"]
-    return linear(hidden, head).astype("float32")
+    return linear(hidden, head, out_dtype="float32")

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 _GROUP = 64
+_DEVICES = 8
+"""As many may divide a vocabulary among them; each has whole groups, or they would have to exchange logits."""
 
 
 def best_tokens(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -16,7 +18,7 @@ def best_tokens(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     would prefer among equals, too: a group that is left out stands behind at least as many equals as are wanted.
     """
     rows, vocab_size = scores.shape
-    group = next(size for size in (_GROUP, 32, 16, 1) if vocab_size % size == 0)
+    group = next((size for size in (_GROUP, 32, 16) if vocab_size % (size * _DEVICES) == 0), 1)
     if group == 1 or vocab_size // group < 2 * k:
         return lax.top_k(scores, k)
     groups = scores.reshape(rows, -1, group)

@@ -1,25 +1,31 @@
 """Matrix products with weights, in the layout that checkpoints have: [out, in]."""
 
+from functools import partial
+
 import jax
+from jax.typing import DTypeLike
 
 # Up to this many rows XLA's CPU matmul is fastest with the weight as its left operand (see `_linear_cpu`).
 _MAX_WEIGHT_FIRST_ROWS = 48
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def linear(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, out_dtype: DTypeLike | None = None
+) -> jax.Array:
     """x @ weight.T (+ bias), with any number of output axes.
 
-    x: [tokens, in]; weight: [..., in]; bias: [...]. Returns [tokens, ...] in x's dtype.
+    x: [tokens, in]; weight: [..., in]; bias: [...]. Returns [tokens, ...] in `out_dtype`, by default x's.
     """
-    y = jax.lax.platform_dependent(x, weight, cpu=_linear_cpu, default=_linear)
+    on_cpu, elsewhere = (partial(product, out_dtype=out_dtype or x.dtype) for product in (_linear_cpu, _linear))
+    y = jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=elsewhere)
     return y if bias is None else y + bias
 
 
-def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return jax.lax.dot_general(x, weight, (((1,), (weight.ndim - 1,)), ((), ())))
+def _linear(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+    return jax.lax.dot_general(x, weight, (((1,), (weight.ndim - 1,)), ((), ())), preferred_element_type=out_dtype)
 
 
-def _linear_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _linear_cpu(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
     """The same product, with few rows of x as (weight @ x.T).T.
 
     XLA's CPU backend repacks the right operand of every matmul; with few rows of x that must not be the weight.
@@ -29,5 +35,5 @@ def _linear_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:
     # With more than two axes XLA would copy the weight, transposed, before the product.
     flat = weight.reshape(-1, weight.shape[-1])
     few = x.shape[0] <= _MAX_WEIGHT_FIRST_ROWS
-    y = jax.lax.optimization_barrier(_linear(flat, x)).T if few else _linear(x, flat)
+    y = jax.lax.optimization_barrier(_linear(flat, x, out_dtype)).T if few else _linear(x, flat, out_dtype)
     return y.reshape(x.shape[0], *weight.shape[:-1])

@@ -1,7 +1,13 @@
 """GPUs that programs can be compiled for where there is none: XLA is told what they are like."""
 
+import os
+import tempfile
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
@@ -102,3 +108,30 @@ def described_mesh(target: GPUTarget, num_devices: int) -> Mesh:
     )
     topology = topologies.get_topology_desc(name, "cuda", topology=name, target_config=description)
     return Mesh(np.array(topology.devices), (HEADS_AXIS,))
+
+
+def compiler_options(device: jax.Device) -> dict[str, Any] | None:
+    """What XLA is told beside its flags when it compiles for a device; nothing for one that is here."""
+    if device.client.runtime_type != "compile_only_runtime":
+        return None
+    return {
+        # It would compile every fusion once more to time it, and there is nothing to time it on.
+        "xla_gpu_experimental_enable_fusion_autotuner": False,
+        "xla_gpu_cuda_data_dir": _toolkit().name,
+    }
+
+
+@cache
+def _toolkit() -> tempfile.TemporaryDirectory[str]:
+    """What XLA needs of the CUDA toolkit, where it looks for it: Triton brings both, so that no machine needs CUDA."""
+    import triton
+
+    brought = Path(triton.__file__).parent / "backends/nvidia"
+    folder = tempfile.TemporaryDirectory(prefix="jaxpage-cuda-")
+    for wanted, source in (("bin/ptxas", "bin/ptxas"), ("nvvm/libdevice/libdevice.10.bc", "lib/libdevice.10.bc")):
+        link = Path(folder.name, wanted)
+        link.parent.mkdir(parents=True)
+        link.symlink_to(brought / source)
+    # Where XLA asks for the assembler's version, it looks nowhere else.
+    os.environ["PATH"] = os.pathsep.join((f"{folder.name}/bin", os.environ.get("PATH", os.defpath)))
+    return folder

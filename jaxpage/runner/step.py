@@ -40,6 +40,7 @@ from jaxpage.ops.sampling import (
     token_logprobs,
 )
 from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.gpu_targets import compiler_options
 from jaxpage.runner.own_processors import OwnProcessor
 from jaxpage.runner.plan import (
     DRAW_AGAIN,
@@ -117,10 +118,17 @@ def compile_step(
     everywhere = NamedSharding(mesh, PartitionSpec())
     by_vocabulary = logits_sharding(mesh, config.model.vocab_size)
     out_shardings = (*_shardings((kv_cache, state)), everywhere, by_vocabulary)
-    jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
-    lowered = jitted.lower(params, kv_cache, state, edits)
+    lowered = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(params, kv_cache, state, edits)
     when_traced()
-    return lowered.compile()
+    return lowered.compile(compiler_options(mesh.devices.flat[0]))
+
+
+def _compiled(jitted: Any, *arguments: Any) -> jax.stages.Compiled:
+    """Compiled for the devices that the arguments lie on: here, or described."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments))
+    device = next(device for sharding in shardings if sharding is not None for device in sharding.device_set)
+    program: jax.stages.Compiled = jitted.lower(*arguments).compile(compiler_options(device))
+    return program
 
 
 def _shardings(arguments: Any) -> Any:
@@ -143,7 +151,7 @@ def compile_edit(state: Any, edits: Any) -> jax.stages.Compiled:
         trace_counts["edit"] += 1
         return _edit(state, edits)
 
-    return jax.jit(edit, donate_argnums=(0,), out_shardings=_shardings(state)).lower(state, edits).compile()
+    return _compiled(jax.jit(edit, donate_argnums=(0,), out_shardings=_shardings(state)), state, edits)
 
 
 def compile_admit(capacity: int, state: Any, packed: Any) -> jax.stages.Compiled:
@@ -153,7 +161,7 @@ def compile_admit(capacity: int, state: Any, packed: Any) -> jax.stages.Compiled
         trace_counts["admit"] += 1
         return _admit(state, packed, capacity)
 
-    return jax.jit(admit, donate_argnums=(0,), out_shardings=_shardings(state)).lower(state, packed).compile()
+    return _compiled(jax.jit(admit, donate_argnums=(0,), out_shardings=_shardings(state)), state, packed)
 
 
 def compile_rules(state: Any, packed: Any) -> jax.stages.Compiled:
@@ -163,7 +171,7 @@ def compile_rules(state: Any, packed: Any) -> jax.stages.Compiled:
         trace_counts["rules"] += 1
         return dataclasses.replace(state, rules=state.rules.at[packed[0]].set(packed[1:]))
 
-    return jax.jit(set_rules, donate_argnums=(0,), out_shardings=_shardings(state)).lower(state, packed).compile()
+    return _compiled(jax.jit(set_rules, donate_argnums=(0,), out_shardings=_shardings(state)), state, packed)
 
 
 def compile_redraw(config: ProgramConfig, logits: Any, state: Any, packed: Any) -> jax.stages.Compiled:
@@ -180,8 +188,7 @@ def compile_redraw(config: ProgramConfig, logits: Any, state: Any, packed: Any) 
         return _redraw(logits, state, packed, config, target)
 
     out_shardings = (_shardings(state), NamedSharding(mesh, PartitionSpec()))
-    jitted = jax.jit(redraw, donate_argnums=(1,), out_shardings=out_shardings)
-    return jitted.lower(logits, state, packed).compile()
+    return _compiled(jax.jit(redraw, donate_argnums=(1,), out_shardings=out_shardings), logits, state, packed)
 
 
 def compile_fork(kv_cache: Any, state: Any, packed: Any) -> jax.stages.Compiled:
@@ -192,7 +199,7 @@ def compile_fork(kv_cache: Any, state: Any, packed: Any) -> jax.stages.Compiled:
         return _fork(kv_cache, state, packed)
 
     jitted = jax.jit(fork, donate_argnums=(0, 1), out_shardings=_shardings((kv_cache, state)))
-    return jitted.lower(kv_cache, state, packed).compile()
+    return _compiled(jitted, kv_cache, state, packed)
 
 
 def compile_score(config: ProgramConfig, params: Params, hidden: Any, packed: Any) -> jax.stages.Compiled:
@@ -207,7 +214,7 @@ def compile_score(config: ProgramConfig, params: Params, hidden: Any, packed: An
         logits = model_for(config.model.architecture).logits(params, hidden[index], config.model)
         return logprobs_at(logits, following, config.num_logprobs)
 
-    return jax.jit(score, out_shardings=hidden.sharding).lower(params, hidden, packed).compile()
+    return _compiled(jax.jit(score, out_shardings=hidden.sharding), params, hidden, packed)
 
 
 def compile_score_rows(config: ProgramConfig, params: Params, hidden: Any, packed: Any) -> jax.stages.Compiled:
@@ -221,7 +228,7 @@ def compile_score_rows(config: ProgramConfig, params: Params, hidden: Any, packe
         logits = model_for(config.model.architecture).logits(params, hidden[packed], config.model)
         return jax.nn.log_softmax(logits, axis=-1)
 
-    return jax.jit(score_rows, out_shardings=hidden.sharding).lower(params, hidden, packed).compile()
+    return _compiled(jax.jit(score_rows, out_shardings=hidden.sharding), params, hidden, packed)
 
 
 def compile_pool(hidden: Any, packed: Any) -> jax.stages.Compiled:

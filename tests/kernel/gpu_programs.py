@@ -1,28 +1,37 @@
 """Compiles step programs for GPUs that are described, not there, and prints what is in them, as JSON.
 
 A process of its own: Triton compiles or interprets, as it was imported, and JAX finds GPUs or not.
+
+Every bucket of every engine is compiled until its facts are settled: XLA's passes run as they are, and what they leave
+is not made into good machine code. Most of a program is its sampler, which is the same in all with as many rows: only a
+few have theirs, and the others take the argmax.
 """
 
 import dataclasses
 import json
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import serialize_executable
 
 from jaxpage.config import EngineConfig
 from jaxpage.models.config_only import ConfigOnly
+from jaxpage.ops import attention_triton, kv_write_triton
+from jaxpage.ops.sampling import TokenLogprobs
+from jaxpage.runner import step
 from jaxpage.runner.blueprint import Blueprint, draw_blueprint
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.gpu_targets import TARGETS, described_mesh
+from jaxpage.runner.gpu_targets import TARGETS, compiler_options, described_mesh
 from jaxpage.runner.plan import NUM_EDITS, pack_edits
 from jaxpage.runner.program_facts import entry_of, facts_of
-from jaxpage.runner.step import compile_step
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE = 2, 2048, 16
 LARGE = {  # Llama 3.1 8B, but for the number of its layers
@@ -44,7 +53,7 @@ SMALL = LARGE | {  # its 2 KV heads are copied for 8 GPUs
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
-LARGE_OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+LARGE_OPTIONS = {"max_num_seqs": 32, "max_num_batched_tokens": 512}
 SMALL_OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
 
 
@@ -66,7 +75,7 @@ def blueprint(hf: dict[str, Any], options: dict[str, int], target: str, num_gpus
 def describe(it: Blueprint, bucket: Bucket) -> dict[str, Any]:
     """Compile a step, and say what it is made of."""
     edits = pack_edits(np.zeros((2, 0), np.int32), NUM_EDITS)
-    program = compile_step(it.program_config, bucket, it.shapes.params, it.shapes.kv_cache, it.shapes.state, edits)
+    program = step.compile_step(it.program_config, bucket, it.shapes.params, it.shapes.kv_cache, it.shapes.state, edits)
     text = program.as_text()
     launches = [line for line in entry_of(text).splitlines() if re.search(r" (?:fusion|custom-call|copy)\(", line)]
     kv_shape = rf"bf16\[{NUM_BLOCKS},2,{BLOCK_SIZE},\d+,\d+\]"
@@ -80,20 +89,88 @@ def describe(it: Blueprint, bucket: Bucket) -> dict[str, Any]:
     }
 
 
-def programs() -> Iterator[tuple[str, Blueprint, Bucket]]:
+KERNELS = (attention_triton._attention_kernel, attention_triton._reduce_kernel, kv_write_triton._kernel)
+
+
+class Structure:
+    """While it lasts, XLA does all that settles a program's facts, and writes no machine code worth the time.
+
+    Triton's kernels are called as they are and do nothing: `gpu_kernels.py` compiles them.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._compiler_options = step.compiler_options
+        self._sources = [kernel.src for kernel in KERNELS]
+
+    def __enter__(self) -> None:
+        (device,) = described_mesh(TARGETS["h200"], 1).devices.flat
+        options = compiler_options(device)
+        assert options is not None
+        toolkit, here = Path(options["xla_gpu_cuda_data_dir"]), Path(self._folder.name)
+        (here / "nvvm").symlink_to(toolkit / "nvvm")
+        assembler = here / "bin/ptxas"
+        assembler.parent.mkdir()
+        assembler.write_text(ASSEMBLER.format(real=toolkit / "bin/ptxas"), "utf-8")
+        assembler.chmod(0o700)
+        options |= {"xla_gpu_cuda_data_dir": str(here), "xla_backend_optimization_level": 0}
+        step.compiler_options = lambda device: options
+        for kernel in KERNELS:
+            kernel._unsafe_update_src(kernel.src[: kernel.src.index("):\n")] + "):\n    pass\n")
+
+    def __exit__(self, *_: object) -> None:
+        step.compiler_options = self._compiler_options
+        for kernel, source in zip(KERNELS, self._sources, strict=True):
+            kernel._unsafe_update_src(source)
+        self._folder.cleanup()
+
+
+ASSEMBLER = """#!/bin/sh
+case "$*" in *--version*) exec {real} --version ;; esac
+while [ $# -gt 1 ]; do
+    [ "$1" = -o ] && echo nothing >"$2"
+    shift
+done
+"""
+
+
+def leave_out_sampler() -> None:
+    def no_logprobs(logits: jax.Array, tokens: jax.Array, wanted: jax.Array, k: int) -> TokenLogprobs:
+        rows = len(tokens)
+        return TokenLogprobs(
+            jnp.zeros(rows), jnp.zeros(rows, jnp.int32), jnp.zeros((rows, k), jnp.int32), jnp.zeros((rows, k))
+        )
+
+    step.sample = lambda logits, *_: jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    step.token_logprobs = no_logprobs
+
+
+def engines() -> Iterator[tuple[str, Blueprint]]:
     for target, num_gpus in (("h200", 1), ("h200", 8), ("a100", 1)):
-        large = blueprint(LARGE, LARGE_OPTIONS, target, num_gpus)
-        wanted = large.buckets[-1:] if target == "a100" else (large.buckets[-1], Bucket(64, 64, 1))
-        for bucket in wanted:
+        yield f"large {target} x {num_gpus}", blueprint(LARGE, LARGE_OPTIONS, target, num_gpus)
+        yield f"small {target} x {num_gpus}", blueprint(SMALL, SMALL_OPTIONS, target, num_gpus)
+
+
+def all_programs() -> Iterator[tuple[str, Blueprint, Bucket]]:
+    for name, it in engines():
+        for bucket in it.buckets:
             kind = "decode" if bucket.max_query_len == 1 else "mixed"
-            yield f"large {target} x {num_gpus} {kind}", large, bucket
-    small = blueprint(SMALL, SMALL_OPTIONS, "h200", 8)
-    for bucket in small.buckets:
-        kind = "decode" if bucket.max_query_len == 1 else "mixed"
-        yield f"small h200 x 8 {kind} {bucket.num_tokens}", small, bucket
+            yield f"{name} {kind} {bucket.num_tokens}", it, bucket
+
+
+def describe_all(programs: list[tuple[str, Blueprint, Bucket]]) -> dict[str, dict[str, Any]]:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = {name: pool.submit(describe, it, bucket) for name, it, bucket in programs}
+    return {name: program.result() for name, program in found.items()}
 
 
 if __name__ == "__main__":
-    with ThreadPoolExecutor(2) as pool:
-        found = {name: pool.submit(describe, it, bucket) for name, it, bucket in programs()}
-    print(json.dumps({name: program.result() for name, program in found.items()}))
+    programs = list(all_programs())
+    whole = [program for program in programs if program[2] == Bucket(32, 32, 1)]
+    in_earnest = [program for program in whole if program[0].startswith("large h200 x 8")]
+    found = {"in earnest": describe_all(in_earnest)}
+    with Structure():
+        found["whole"] = describe_all(whole)
+        leave_out_sampler()
+        found["without sampler"] = describe_all(programs)
+    print(json.dumps(found))

@@ -7,7 +7,7 @@ import pytest
 from jaxpage.ops.best_tokens import best_tokens
 
 
-@pytest.mark.parametrize("vocab_size", [64, 4096, 151_936 // 8, 50_257 // 7, 48 * 33])
+@pytest.mark.parametrize("vocab_size", [64, 4096, 151_936, 50_257 // 7, 48 * 33])
 @pytest.mark.parametrize("k", [1, 20, 128])
 @pytest.mark.parametrize("num_values", [2, 7, 1000, None], ids=lambda count: f"{count} different scores")
 def test_they_are_those_of_top_k_in_its_order_also_among_equals(

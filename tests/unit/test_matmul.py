@@ -42,3 +42,11 @@ def test_result_has_the_type_of_the_input() -> None:
     assert got.dtype == x.dtype
     expected = np.einsum("ti,poi->tpo", x.astype(np.float64), weight.astype(np.float64)) + bias.astype(np.float64)
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=0.2)
+
+
+@pytest.mark.parametrize("num_tokens", [4, 64])
+def test_a_float32_result_of_bfloat16_is_not_rounded(num_tokens: int) -> None:
+    x, weight = (array.astype("bfloat16") for array in case(num_tokens, (40,))[:2])
+    got = linear(x, weight, out_dtype="float32")
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, x.astype(np.float64) @ weight.astype(np.float64).T, atol=2e-5)
