@@ -128,14 +128,15 @@ def cut_queries(
         positions = jnp.where(query_lens > 0, kv_lens - 1, -1)
         return QueryBlocks(positions[:, None], block_tables, None, jnp.int32(1))
 
+    block = min(QUERY_BLOCK, max_query_len)
     # Query blocks are numbered row after row; a step of this shape has at most this many, in whole groups.
-    most = num_tokens // QUERY_BLOCK + query_lens.shape[0]
+    most = num_tokens // block + query_lens.shape[0]
     size = min(GROUP, most)
     index = jnp.arange(-(-most // size) * size)
-    per_row = lax.div(query_lens + (QUERY_BLOCK - 1), QUERY_BLOCK)
+    per_row = lax.div(query_lens + (block - 1), block)
     ends = running_sum(per_row)  # [rows], query blocks up to each row's end
     row = jnp.minimum(jnp.searchsorted(ends, index, side="right", method="compare_all"), query_lens.shape[0] - 1)
-    offset = (index - ends[row] + per_row[row])[:, None] * QUERY_BLOCK + jnp.arange(QUERY_BLOCK)  # within the row
+    offset = (index - ends[row] + per_row[row])[:, None] * block + jnp.arange(block)  # within the row
     live = (offset < query_lens[row][:, None]) & (index < ends[-1])[:, None]
     tokens = jnp.where(live, query_start[row][:, None] + offset, num_tokens)
     positions = jnp.where(live, (kv_lens - query_lens)[row][:, None] + offset, -1)
