@@ -23,6 +23,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+LONGEST = (
+    *(
+        "test_transparency",
+        "test_workload",
+        "test_gpu_code",
+        "test_smollm2_greedy",
+        "test_readme",
+        "test_many_requests",
+    ),
+    *("test_tensor_parallel", "test_real_server", "test_llm", "test_gemma3_greedy"),
+)
+"""Files that take minutes: begun first, or one process would still be at one of them when the others are done."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a file stay together, in their order."""
+
+    def turn(item: pytest.Item) -> int:
+        name = item.path.stem
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=turn)
+
+
 @pytest.fixture(scope="session")
 def full(request: pytest.FixtureRequest) -> bool:
     """Whether tests of real models take all of their cases, which takes some ten minutes more."""

@@ -123,7 +123,7 @@ def compiled_ops() -> Iterator[None]:
         # name, the modules that call it, its static arguments (numbers such as window or eps need not be)
         ("paged_attention_xla", (attention,), ("max_query_len",)),
         ("rotate_and_write_kv", (attention,), ()),
-        ("linear", (layers,), ()),
+        ("linear", (layers,), ("out_dtype",)),
         ("gated_mlp", (llama, gemma), ("activation",)),
         ("rms_norm", (llama,), ()),
         ("zero_centered_rms_norm", (gemma,), ()),

@@ -73,7 +73,7 @@ def test_b08_a_windowed_prompt_gives_the_same_whatever_the_cache_has_kept(
     first = expected[0]
     assert first.token_ids == [int(np.argmax(logits))]
     assert first.logprobs is not None
-    assert first.logprobs.logprob == pytest.approx(logits.max() - np.logaddexp.reduce(logits), abs=TOLERANCE)
+    assert first.logprobs[0].logprob == pytest.approx(logits.max() - np.logaddexp.reduce(logits), abs=TOLERANCE)
 
     with host(core, caching=True):
         num_cached = []
