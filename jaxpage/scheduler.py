@@ -80,8 +80,8 @@ class SchedulerOutput:
     """Their tokens in this step, each at least 1; of those that are speculated on, the most that there can be."""
     new_blocks: list[tuple[int, int, int, int]]
     """(row, KV group, index in its block table, block id) of rows that were admitted earlier."""
-    num_drafts: list[int] = field(default_factory=list)
-    """How many of their tokens are drafts."""
+    num_drafts: dict[str, int] = field(default_factory=dict)
+    """How many of their tokens are drafts, by request id; without those that have none."""
 
     @property
     def num_tokens(self) -> int:
@@ -210,11 +210,8 @@ class Scheduler:
         outputs: list[TokenOutput | BeamOutput] = []
         block_size = self.kv_cache.block_size
         for index, (request, token_ids) in enumerate(zip(output.requests, sampled, strict=True)):
-            match None if pieces is None else pieces[index]:
-                case PromptLogprobs(first, found_in_prompt):
-                    request.add_prompt_logprobs(first, found_in_prompt)
-                case PooledStates(first, total):
-                    request.add_pooled(first, total)
+            if pieces is not None:
+                _take_piece(request, pieces[index])
             if not token_ids or request.status is RequestStatus.FINISHED:
                 continue  # its prompt goes on, or the step was dispatched before its end was known
             found = logprobs[index] if logprobs is not None else None
@@ -232,13 +229,13 @@ class Scheduler:
             request.num_in_flight -= 1
             if request.max_drafts:
                 proposed = 0 if num_proposed is None else num_proposed[index]
-                self._settle(request, output.num_drafts[index], len(token_ids), proposed)
+                self._settle(request, output.num_drafts.get(request.request_id, 0), len(token_ids), proposed)
             finish_reason, stop_token_id = request.append(token_ids[0])
             num_kept = 1
-            while finish_reason is None and num_kept < len(token_ids):
-                finish_reason, stop_token_id = request.append(token_ids[num_kept])
-                num_kept += 1
-            if num_kept < len(token_ids):
+            if len(token_ids) > 1:
+                while finish_reason is None and num_kept < len(token_ids):
+                    finish_reason, stop_token_id = request.append(token_ids[num_kept])
+                    num_kept += 1
                 token_ids, found = token_ids[:num_kept], None if found is None else found[:num_kept]
             num_tokens = len(request.token_ids)
             if num_tokens % block_size < num_kept and request.num_computed_tokens > num_tokens - num_kept:
@@ -483,6 +480,14 @@ def _members(request: Request) -> Sequence[Request]:
     return [request] if request.beams is None else request.beams.live
 
 
+def _take_piece(request: Request, piece: PromptPiece | None) -> None:
+    match piece:
+        case PromptLogprobs(first, found):
+            request.add_prompt_logprobs(first, found)
+        case PooledStates(first, total):
+            request.add_pooled(first, total)
+
+
 def _all_members(request: Request) -> Sequence[Request]:
     """The requests that have a row as long as this one has: all beams of a search, or the request itself."""
     return [request] if request.beams is None else request.beams.beams
@@ -496,7 +501,7 @@ class _Step:
         self.admitted: list[AdmittedRequest] = []
         self.requests: list[Request] = []
         self.query_lens: list[int] = []
-        self.num_drafts: list[int] = []
+        self.num_drafts: dict[str, int] = {}
         self.new_blocks: list[tuple[int, int, int, int]] = []
 
     def take(self, request: Request, num_tokens: int, added: Sequence[NewBlocks]) -> None:
@@ -511,8 +516,9 @@ class _Step:
         num_drafts = request.num_computed_tokens - len(request.token_ids) - request.num_in_flight
         if num_drafts >= 0 and request.beams is None:  # beams go on when the host has chosen among them
             request.num_in_flight += 1 + num_drafts
-            request.num_drafts_in_flight += num_drafts
-        self.num_drafts.append(max(num_drafts, 0))
+            if num_drafts:
+                request.num_drafts_in_flight += num_drafts
+                self.num_drafts[request.request_id] = num_drafts
 
     def num_computed_before(self, request: Request) -> int:
         """Tokens of a running request whose KV is there before the step computes anything. O(requests).
@@ -530,7 +536,8 @@ class _Step:
             index = self.requests.index(request)
             self.budget += self.query_lens[index]
             if request.num_in_flight and request.num_computed_tokens == request.num_tokens + request.num_in_flight - 1:
-                request.num_in_flight -= 1 + self.num_drafts[index]
-                request.num_drafts_in_flight -= self.num_drafts[index]
-            del self.requests[index], self.query_lens[index], self.num_drafts[index]
+                num_drafts = self.num_drafts.pop(request.request_id, 0)
+                request.num_in_flight -= 1 + num_drafts
+                request.num_drafts_in_flight -= num_drafts
+            del self.requests[index], self.query_lens[index]
             self.new_blocks = [new for new in self.new_blocks if new[0] != request.row]
