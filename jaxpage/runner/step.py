@@ -320,41 +320,12 @@ def _step(
     model = model_for(config.model.architecture)
     rows, query_lens = state.places[:, : bucket.num_rows]
 
-    # Which row each token belongs to, and where in the row it stands.
     query_start = jnp.concatenate([jnp.zeros(1, jnp.int32), running_sum(query_lens)])
     num_tokens, num_computed = state.num_tokens[rows], state.num_computed_tokens[rows]
     if state.drafts is not None:
         query_lens = state.drafts.live_query_lens(rows, query_lens, num_tokens, num_computed)
-    token = jnp.arange(bucket.num_tokens)
-    if bucket.max_query_len == 1:
-        index = token
-        live = query_lens > 0
-    else:
-        index = jnp.minimum(
-            jnp.searchsorted(query_start[1:], token, side="right", method="compare_all"), bucket.num_rows - 1
-        )
-        live = token - query_start[index] < query_lens[index]
-    positions = num_computed[index] + token - query_start[index]
-    if bucket.max_query_len == 1:
-        positions = num_computed
-    positions = jnp.where(live, positions, 0)
-    token_rows = rows[index]
-    slots = []
-    for table, size in zip(state.block_tables, (group.block_size for group in kv_cache.layout.groups), strict=True):
-        slot = table[token_rows, positions // size] * size + positions % size
-        slots.append(jnp.where(live, slot, kv_cache.num_blocks * size))
-    kv_lens = jnp.where(query_lens > 0, num_computed + query_lens, 0)
-    metadata = AttentionMetadata(
-        slots=slots,
-        block_tables=state.block_tables[:, rows],
-        query_start=query_start,
-        query_lens=query_lens,
-        kv_lens=kv_lens,
-        rope_lengths=jnp.maximum(state.num_prompt_tokens[token_rows], positions + 1),
-        max_query_len=bucket.max_query_len,
-        target=target,
-    )
-    tokens = state.token_ids[token_rows, positions]
+    tokens, positions, metadata = _batch_of(state, kv_cache, bucket, target, query_start, query_lens)
+    kv_lens = metadata.kv_lens
     hidden, kv_cache = model.forward(params, tokens, positions, kv_cache, metadata, config.model)
 
     # A row draws only when its last known token is computed; prompts that go on in a later step do not. Behind that
@@ -401,6 +372,53 @@ def _step(
     )
     result = StepResult(jnp.where(kept, drawn, -1), logprobs, num_drafts)
     return kv_cache, updated, result, logits if place.size == 1 else logits.reshape(*drawn.shape, -1)[:, 0]
+
+
+def _batch_of(
+    state: BatchState,
+    kv_cache: KVCache,
+    bucket: Bucket,
+    target: Target,
+    query_start: jax.Array,
+    query_lens: jax.Array,
+) -> tuple[jax.Array, jax.Array, AttentionMetadata]:
+    """A step's tokens and their positions, both [tokens] int32, and what attention must know of them.
+
+    query_start: [rows + 1], where the host has made room for each row's tokens; query_lens: [rows], those there are.
+    """
+    rows = state.places[0, : bucket.num_rows]
+    num_computed = state.num_computed_tokens[rows]
+    # Which row each token belongs to, and where in the row it stands.
+    token = jnp.arange(bucket.num_tokens)
+    if bucket.max_query_len == 1:
+        index = token
+        live = query_lens > 0
+    else:
+        index = jnp.minimum(
+            jnp.searchsorted(query_start[1:], token, side="right", method="compare_all"), bucket.num_rows - 1
+        )
+        live = token - query_start[index] < query_lens[index]
+    positions = num_computed[index] + token - query_start[index]
+    if bucket.max_query_len == 1:
+        positions = num_computed
+    positions = jnp.where(live, positions, 0)
+    token_rows = rows[index]
+    slots = []
+    for table, size in zip(state.block_tables, (group.block_size for group in kv_cache.layout.groups), strict=True):
+        slot = table[token_rows, positions // size] * size + positions % size
+        slots.append(jnp.where(live, slot, kv_cache.num_blocks * size))
+    kv_lens = jnp.where(query_lens > 0, num_computed + query_lens, 0)
+    metadata = AttentionMetadata(
+        slots=slots,
+        block_tables=state.block_tables[:, rows],
+        query_start=query_start,
+        query_lens=query_lens,
+        kv_lens=kv_lens,
+        rope_lengths=jnp.maximum(state.num_prompt_tokens[token_rows], positions + 1),
+        max_query_len=bucket.max_query_len,
+        target=target,
+    )
+    return state.token_ids[token_rows, positions], positions, metadata
 
 
 def _redraw(
