@@ -13,13 +13,15 @@ import numpy as np
 
 from jaxpage.config import EngineConfig
 from jaxpage.models.config_only import open_for_compiling
+from jaxpage.request import Draw
 from jaxpage.runner.blueprint import Blueprint, bytes_per_device, draw_blueprint
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.gpu_targets import TARGETS, GPUTarget, described_mesh
 from jaxpage.runner.plan import NUM_EDITS, pack_edits
 from jaxpage.runner.program_facts import facts_of
+from jaxpage.runner.program_table import draw_arguments
 from jaxpage.runner.program_traffic import traffic_of
-from jaxpage.runner.step import compile_step
+from jaxpage.runner.step import compile_draw, compile_step
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,12 @@ def roofline(config: EngineConfig, target: str, batches: list[int], context: int
     for batch in batches:
         bucket = Bucket(max(batch, 4), max(batch, 4), 1)
         program = compile_step(it.program_config, bucket, it.shapes.params, it.shapes.kv_cache, it.shapes.state, edits)
+        arguments = draw_arguments(it.shapes, it.program_config, bucket.num_rows, 1, Draw.GREEDY)
+        draw = compile_draw(it.program_config, Draw.GREEDY, 1, *arguments)
         floor, facts = floor_of(it, batch, context), facts_of(program)
         traffic = traffic_of(program.as_text() or "")
+        for part, num_bytes in traffic_of(draw.as_text() or "").items():
+            traffic[part] = traffic.get(part, 0) + num_bytes
         # Attention's arguments are whole caches: it reads what the floor counts.
         moved = sum(traffic.values()) + floor.kv_bytes
         at_peak = 1e3 * moved / gpu.bytes_per_second
@@ -88,7 +94,7 @@ def roofline(config: EngineConfig, target: str, batches: list[int], context: int
                 "moved_ms": at_peak,
                 "excess": moved / floor.num_bytes - 1,
                 **{f"excess_{part}_gb": bytes_ / 1e9 for part, bytes_ in _excess(it, traffic).items()},
-                "num_kernels": facts.num_kernels,
+                "num_kernels": facts.num_kernels + facts_of(draw).num_kernels,
                 "collectives": facts.collectives,
                 "scratch_mb": facts.scratch_bytes / 1e6,
             }

@@ -77,7 +77,7 @@ def _alone(num_rows: int, vocab_size: int, repeat: int) -> Result:
     import jax.numpy as jnp
 
     from jaxpage.ops.sampling import SamplingState
-    from jaxpage.runner.step import compile_draw
+    from jaxpage.runner.step import compile_sampler
 
     logits = jax.random.normal(jax.random.key(0), (num_rows, vocab_size)) * 3
 
@@ -94,7 +94,7 @@ def _alone(num_rows: int, vocab_size: int, repeat: int) -> Result:
             position=jnp.arange(num_rows, dtype=jnp.int32),
         )
 
-    program = compile_draw(logits, state(filters=True))
+    program = compile_sampler(logits, state(filters=True))
     works: dict[str, Callable[[], jax.Array]] = {
         "draw": lambda: program(logits, state(filters=False)),
         "filtered_draw": lambda: program(logits, state(filters=True)),

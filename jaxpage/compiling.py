@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxpage.config import EngineConfig
 from jaxpage.errors import ConfigError
 from jaxpage.models.config_only import open_for_compiling
+from jaxpage.request import Draw
 from jaxpage.runner.artifact import write_manifest
 from jaxpage.runner.blueprint import Blueprint, bytes_per_device, draw_blueprint
 from jaxpage.runner.buckets import Bucket
@@ -108,6 +109,8 @@ def _title(name: str, config: object) -> str:
     match config:
         case (_, Bucket() as bucket):
             return f"{name} {bucket.num_tokens} tokens, {bucket.num_rows} rows"
+        case (_, Draw() as kind, int() as num_draws):
+            return f"{name} {kind.name.lower()}, {num_draws} a row"
         case int():
             return f"{name} {config}"
     return name

@@ -155,7 +155,9 @@ class EngineCore:
         eos = () if message.params.ignore_eos else self._eos_token_ids
         self._num_arrived += 1
         own = set(message.params.logits_processors)
-        width = message.beam.beam_width if message.beam is not None else message.params.n
+        stop_token_ids = frozenset((*message.params.stop_token_ids, *eos))
+        search = None if message.beam is None else BeamSearch(message.beam, stop_token_ids)
+        num_logprobs = -1 if message.params.logprobs is None else max(message.params.logprobs, 0)
         sequences = [
             Request(
                 request_id=sequence_id(message.request_id, index),
@@ -164,29 +166,26 @@ class EngineCore:
                 seed=nth_seed(message.seed, index),
                 max_tokens=message.max_tokens,
                 max_drafts=self._max_drafts_of(message),
-                stop_token_ids=frozenset((*message.params.stop_token_ids, *eos)),
+                stop_token_ids=stop_token_ids,
                 arrival=self._num_arrived,
                 index=index,
                 priority=message.priority,
-                num_logprobs=-1 if message.params.logprobs is None else max(message.params.logprobs, 0),
+                num_logprobs=num_logprobs if search is None else search.num_candidates,
                 num_prompt_logprobs=None if index else message.params.prompt_logprobs,
                 bad_words=message.bad_words,
                 pooling=message.pooling,
                 own_processors=sum(1 << self.ready.logits_processors.index(name) for name in own),
                 extra_keys=None if message.cache_salt is None else ExtraKeys(cache_salt=message.cache_salt),
             )
-            for index in range(width)
+            for index in range(message.params.n if message.beam is None else message.beam.beam_width)
         ]
         if (structured := message.params.structured_outputs) is not None:
             for sequence in sequences:
                 sequence.constraint = self._grammars.constrain(structured, ignore_eos=message.params.ignore_eos)
             self._constrained += sequences
         first, *others = sequences
-        if message.beam is not None:
-            search = BeamSearch(message.beam, first.stop_token_ids)
+        if search is not None:
             BeamGroup(search, sequences)
-            for beam in sequences:
-                beam.num_logprobs = search.num_candidates
         else:
             for other in others:
                 other.prefix = first

@@ -24,6 +24,16 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
+class Draw(enum.IntEnum):
+    """What it takes to draw the tokens of a request, or of a step; each can also do what those before it can."""
+
+    GREEDY = 0
+    RANDOM = 1
+    """Temperature, top-k, top-p and min-p."""
+    ANY = 2
+    """Everything."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence being served."""
@@ -77,6 +87,8 @@ class Request:
     """Drafts that the last known step has proposed."""
     num_drafts_in_flight: int = 0
     """Of the tokens in flight, drafts: those that are rejected will never be."""
+    draw: Draw = field(init=False)
+    """How its tokens are drawn, but for masks of its `constraint`, by which they are drawn again."""
     max_computed_tokens: int = field(init=False)
     """Most tokens that are ever computed: the last one that it may generate is not."""
     num_computed_tokens: int = 0
@@ -92,6 +104,9 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.max_computed_tokens = len(self.prompt_token_ids) + self.max_tokens - 1
+        params = self.params
+        is_simple = self.num_logprobs < 0 and not (self.has_rules or self.own_processors or params.changes_logits)
+        self.draw = Draw.ANY if not is_simple else Draw.GREEDY if params.greedy else Draw.RANDOM
 
     @property
     def num_tokens(self) -> int:

@@ -242,6 +242,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether the most probable token depends on what is known already: penalties, a minimum length."""
+        penalties = self.repetition_penalty != 1, self.presence_penalty != 0, self.frequency_penalty != 0
+        return any(penalties) or self.min_tokens > 0
+
+    @property
     def effective_temperature(self) -> float:
         """The temperature that divides the logits; tiny ones are raised so that they cannot overflow."""
         return 0.0 if self.greedy else max(self.temperature, 0.01)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxpage.beam_group import BeamGroup
 from jaxpage.kv_cache.manager import BlockCopy, KVCacheManager, NewBlocks
 from jaxpage.policies import FirstComeFirstServed, Policy
-from jaxpage.request import Request, RequestStatus
+from jaxpage.request import Draw, Request, RequestStatus
 from jaxpage.speculative.acceptance import Acceptance
 from jaxpage.wire import BeamOutput, BeamSequence, TokenLogprobs, TokenOutput
 
@@ -86,6 +86,11 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int:
         return sum(self.query_lens)
+
+    @property
+    def draw(self) -> Draw:
+        """What it takes to draw for all of the scheduled requests."""
+        return max((request.draw for request in self.requests), default=Draw.GREEDY)
 
     @property
     def wants_logprobs(self) -> bool:

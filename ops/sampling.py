@@ -8,6 +8,7 @@ The same request gives the same tokens whatever shares its batch, in whatever ro
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -40,62 +41,76 @@ def _anywhere(array: jax.Array) -> jax.Array:
     return array
 
 
-def sample(logits: jax.Array, state: SamplingState, processing: ProcessingState, place: Place = _anywhere) -> jax.Array:
-    """Draw one token per row.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenMask:
+    """Which tokens a row may draw, before all its other options."""
+
+    is_on: jax.Array  # [rows] bool, whether the row has one
+    words: jax.Array  # [rows, ceil(vocab / 32)] int32, bit i of word j is set for token 32 * j + i
+
+    def apply(self, logits: jax.Array) -> jax.Array:
+        """-inf for what may not be drawn. Where `logits` leave nothing of what may, they give way."""
+        allowed = ((self.words[:, :, None] >> jnp.arange(32)) & 1).astype(bool).reshape(len(self.words), -1)
+        allowed = allowed[:, : logits.shape[1]]
+        return jnp.where(~self.is_on[:, None], logits, jnp.where(allowed, jnp.maximum(logits, LAST_RESORT), -jnp.inf))
+
+
+def sample(
+    logits: jax.Array,
+    state: SamplingState,
+    processing: ProcessingState,
+    mask: TokenMask | None = None,
+    place: Place = _anywhere,
+) -> jax.Array:
+    """Draw one token per row by whatever it asks for.
 
     logits: [rows, vocab] float32, finite. Returns [rows] int32.
     """
-
-    def choose() -> jax.Array:
-        return _choose(_processed(logits, processing, place), state, place)
-
-    # Most steps are greedy and plain: they take the argmax and copy nothing.
-    plain = ~processing.is_needed & ~jnp.any(state.temperature > 0)
-    return jax.lax.cond(plain, lambda: _greedy(logits), choose)
+    chosen = place(jax.lax.cond(processing.is_needed, lambda: place(process(logits, processing)), lambda: logits))
+    if mask is not None:
+        chosen = place(jax.lax.cond(jnp.any(mask.is_on), lambda: place(mask.apply(chosen)), lambda: chosen))
+    return sample_random(chosen, state, place)
 
 
-def sample_within(
-    logits: jax.Array,
-    mask: jax.Array,
-    state: SamplingState,
-    processing: ProcessingState,
-    place: Place = _anywhere,
+Decide = Callable[[jax.Array, Callable[[], jax.Array], Callable[[], jax.Array]], jax.Array]
+"""What does work that rows may not ask for: (whether any does, the work, what to do instead).
+
+`jax.lax.cond` leaves it out while the program runs. On a GPU that is decided on the host, which waits until the device
+has come so far, and sends off nothing meanwhile.
+"""
+
+
+def do_everything(_: jax.Array, work: Callable[[], jax.Array], __: Callable[[], jax.Array]) -> jax.Array:
+    """A `Decide` that leaves out nothing."""
+    return work()
+
+
+def sample_random(
+    logits: jax.Array, state: SamplingState, place: Place = _anywhere, decide: Decide = jax.lax.cond
 ) -> jax.Array:
-    """Draw one token per row among those that a mask allows, which holds before all other options.
+    """`sample` for rows that ask for nothing but temperature, top-k, top-p and min-p."""
 
-    logits: [rows, vocab] float32, finite; mask: [rows, ceil(vocab / 32)] int32, bit i of word j for token 32 * j + i.
-    Returns [rows] int32.
-    """
-    allowed = ((mask[:, :, None] >> jnp.arange(32)) & 1).astype(bool).reshape(len(mask), -1)[:, : logits.shape[1]]
-    processed = _processed(logits, processing, place)
-    # Where the other options leave nothing of what the mask allows, they give way.
-    return _choose(place(jnp.where(allowed, jnp.maximum(processed, LAST_RESORT), -jnp.inf)), state, place)
+    def some_random() -> jax.Array:
+        return jnp.where(state.temperature > 0, draw(logits, state, place, decide), sample_greedy(logits))
+
+    return decide(jnp.any(state.temperature > 0), some_random, lambda: sample_greedy(logits))
 
 
-def _processed(logits: jax.Array, processing: ProcessingState, place: Place) -> jax.Array:
-    return place(jax.lax.cond(processing.is_needed, lambda: place(process(logits, processing)), lambda: logits))
-
-
-def _greedy(logits: jax.Array) -> jax.Array:
+def sample_greedy(logits: jax.Array) -> jax.Array:
+    """The most probable token per row. logits: [rows, vocab]; returns [rows] int32."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def _choose(logits: jax.Array, state: SamplingState, place: Place) -> jax.Array:
-    def some_random(logits: jax.Array) -> jax.Array:
-        return jnp.where(state.temperature > 0, draw(logits, state, place), _greedy(logits))
-
-    return jax.lax.cond(jnp.any(state.temperature > 0), some_random, _greedy, logits)
-
-
-def draw(logits: jax.Array, state: SamplingState, place: Place = _anywhere) -> jax.Array:
+def draw(logits: jax.Array, state: SamplingState, place: Place = _anywhere, decide: Decide = jax.lax.cond) -> jax.Array:
     """A token per row at its temperature, where that is not 0. logits: [rows, vocab], -inf for what is masked."""
     temperature = jnp.where(state.temperature > 0, state.temperature, 1)[:, None]
     # The largest logit goes first: the best token has probability 1 exactly, however small the temperature.
     probabilities = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature)
     probabilities = place(
-        jax.lax.cond(
+        decide(
             jnp.any((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)),
-            lambda: filter_probabilities(probabilities, state),
+            lambda: filter_probabilities(probabilities, state, decide),
             lambda: probabilities,
         )
     )
@@ -127,19 +142,20 @@ def exponential_noise(seed: jax.Array, position: jax.Array, count: int) -> jax.A
     return -jnp.log1p(-uniform)
 
 
-def filter_probabilities(probabilities: jax.Array, state: SamplingState) -> jax.Array:
+def filter_probabilities(probabilities: jax.Array, state: SamplingState, decide: Decide = jax.lax.cond) -> jax.Array:
     """Set what min-p, then top-k, then top-p exclude to 0. Ties with the last one that is kept are kept.
 
     probabilities: [rows, vocab] float32, relative to the most probable token, which has 1.
     """
     probabilities = jnp.where(probabilities >= state.min_p[:, None], probabilities, 0)
     # A CPU finds the best tokens of a row in less time than it takes to count the row a few times; a GPU would sort.
-    least = jax.lax.platform_dependent(probabilities, state, cpu=_least_of_the_best, default=_least_of_all)
+    of_all = partial(least_of_all, decide=decide)
+    least = jax.lax.platform_dependent(probabilities, state, cpu=_least_of_the_best, default=of_all)
     return jnp.where(probabilities >= least[:, None], probabilities, 0)
 
 
 def _least_of_the_best(probabilities: jax.Array, state: SamplingState) -> jax.Array:
-    """`_least_of_all`, where it can be told from the best tokens of each row alone. [rows] float32."""
+    """`least_of_all`, where it can be told from the best tokens of each row alone. [rows] float32."""
     vocab_size = probabilities.shape[1]
     best, _ = best_tokens(probabilities, min(_NUM_BEST, vocab_size))
     k = jnp.where(state.top_k > 0, state.top_k, vocab_size)
@@ -153,19 +169,20 @@ def _least_of_the_best(probabilities: jax.Array, state: SamplingState) -> jax.Ar
     # What a row gets must not depend on what others need.
     is_told = ((k >= vocab_size) | (k <= best.shape[1])) & ((state.top_p >= 1) | reaches[:, -1])
     return jax.lax.cond(
-        jnp.all(is_told), lambda: least, lambda: jnp.where(is_told, least, _least_of_all(probabilities, state))
+        jnp.all(is_told), lambda: least, lambda: jnp.where(is_told, least, least_of_all(probabilities, state))
     )
 
 
-def _least_of_all(probabilities: jax.Array, state: SamplingState) -> jax.Array:
+def least_of_all(probabilities: jax.Array, state: SamplingState, decide: Decide = jax.lax.cond) -> jax.Array:
     """What a token's probability must be so that top-k, then top-p keep it, as [rows] float32; 0 where both are off."""
     num_rows, vocab_size = probabilities.shape
 
     def find_k() -> jax.Array:
         k = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, vocab_size), vocab_size).astype(jnp.float32)
-        return _largest_threshold(probabilities, lambda keep: jnp.sum(keep.astype(jnp.float32), axis=-1) >= k)
+        found = _largest_threshold(probabilities, lambda keep: jnp.sum(keep.astype(jnp.float32), axis=-1) >= k)
+        return jnp.where(state.top_k > 0, found, 0)
 
-    of_k = jax.lax.cond(jnp.any(state.top_k > 0), find_k, lambda: jnp.zeros(num_rows))
+    of_k = decide(jnp.any(state.top_k > 0), find_k, lambda: jnp.zeros(num_rows))
     kept = jnp.where(probabilities >= of_k[:, None], probabilities, 0)
 
     def find_p() -> jax.Array:
@@ -173,7 +190,7 @@ def _least_of_all(probabilities: jax.Array, state: SamplingState) -> jax.Array:
         found = _largest_threshold(kept, lambda keep: jnp.sum(jnp.where(keep, kept, 0), axis=-1) >= wanted)
         return jnp.where(state.top_p < 1, found, 0)
 
-    of_p = jax.lax.cond(jnp.any(state.top_p < 1), find_p, lambda: jnp.zeros(num_rows))
+    of_p = decide(jnp.any(state.top_p < 1), find_p, lambda: jnp.zeros(num_rows))
     return jnp.maximum(of_k, of_p)
 
 

@@ -24,10 +24,10 @@ from jaxpage.ops.kv_spec import KVLayout
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.own_processors import OwnProcessor, load_processors
 from jaxpage.runner.plan import rules_layout
+from jaxpage.runner.program_config import ProgramConfig
 from jaxpage.runner.program_table import DeviceShapes
 from jaxpage.runner.resolve import resolve_dtype, resolve_max_model_len, resolve_num_blocks
 from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
-from jaxpage.runner.step import ProgramConfig
 from jaxpage.sampling_params import MAX_BEAM_CANDIDATES, MAX_STOP_TOKEN_IDS
 
 logger = logging.getLogger(__name__)

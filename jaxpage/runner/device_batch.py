@@ -14,8 +14,11 @@ import numpy as np
 from jaxpage.models.checkpoint import Checkpoint
 from jaxpage.models.params import Params, load_params
 from jaxpage.ops.attention import KVCache
+from jaxpage.request import Draw
 from jaxpage.runner.blueprint import Blueprint
 from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.draw import StepResult
+from jaxpage.runner.plan import pack_draws
 from jaxpage.runner.program_table import ProgramTable
 from jaxpage.runner.state import BatchState
 from jaxpage.runner.step import on_device
@@ -32,7 +35,10 @@ class DeviceBatch:
         self._programs = programs
         self._offloaded: Params | None = None
         """The weights while asleep."""
-        self._logits: jax.Array | None = None  # [places, vocab] float32, of the last step
+        self._last: tuple[Bucket, jax.Array] | None = None
+        """The last step, and its logits."""
+        self._no_masks: dict[int, jax.Array] = {}
+        """What `Draw.ANY` is told where there are none, by the rows of a step."""
         with ThreadPoolExecutor(1, thread_name_prefix="kv cache") as pool:
             kv_cache = pool.submit(on_device, blueprint.make_kv_cache, blueprint.kv_sharding)
             started = time.perf_counter()
@@ -44,19 +50,19 @@ class DeviceBatch:
     def run(self, program: str, packed: np.ndarray, variant: tuple[int, ...] = ()) -> Any:
         """Send a program of `runner.step` what it is told, and return at once, with what it gives besides the state.
 
-        variant: the numbers of a step's `Bucket`, or an admission's capacity.
+        variant: the numbers of a step's `Bucket` and its `Draw`, or an admission's capacity.
         """
         programs, told = self._programs, self._send(packed)
         match program:
             case "step":
-                step = programs.step(Bucket(*variant))
-                self._kv_cache, self.state, result, self._logits = step(self._params, self._kv_cache, self.state, told)
-                return result
+                *shape, kind = variant
+                bucket = Bucket(*shape)
+                step = programs.step(bucket)
+                self._kv_cache, self.state, logits = step(self._params, self._kv_cache, self.state, told)
+                self._last = bucket, logits
+                return self._draw(Draw(kind), None)
             case "redraw":
-                assert self._logits is not None
-                redraw = programs.redraw(len(self._logits))
-                self.state, result = redraw(self._logits, self.state, told)
-                return result
+                return self._draw(Draw.ANY, told)
             case "admit":
                 self.state = programs.admission(*variant)(self.state, told)
             case "fork":
@@ -68,6 +74,20 @@ class DeviceBatch:
             case _:
                 return programs[program](self._params, self.state.hidden, told)
         return None
+
+    def _draw(self, kind: Draw, told: jax.Array | None) -> StepResult:
+        """Behind the last step."""
+        assert self._last is not None
+        bucket, logits = self._last
+        program = self._programs.draw(bucket, kind)
+        if kind is Draw.ANY and told is None:
+            told = self._no_masks.get(bucket.num_rows)
+            if told is None:
+                told = self._send(pack_draws(bucket.num_rows, logits.shape[1]))
+                self._no_masks[bucket.num_rows] = told
+        result: StepResult
+        self.state, result = program(logits, self.state, told)
+        return result
 
     @property
     def is_sleeping(self) -> bool:

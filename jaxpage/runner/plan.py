@@ -57,8 +57,13 @@ def pack_forks(output: SchedulerOutput, num_rows: int, num_groups: int) -> np.nd
     return packed
 
 
-KEEP_DRAW, DRAW_AGAIN, UNDO_DRAW = 0, 1, 2
-"""What becomes of the token that a step has drawn for a place."""
+DRAW, KEEP_DRAW, DRAW_AGAIN, UNDO_DRAW = range(4)
+"""What a place draws: as the step says, and later, if not all is well, what becomes of that token."""
+
+
+def pack_draws(num_places: int, vocab_size: int) -> np.ndarray:
+    """Every place of a step draws, without a mask. See `pack_redraws`."""
+    return np.full((num_places, 1 + -(-vocab_size // 32)), DRAW, np.int32)
 
 
 def pack_redraws(masks: Mapping[int, np.ndarray | None], num_places: int, vocab_size: int) -> np.ndarray:
@@ -66,7 +71,7 @@ def pack_redraws(masks: Mapping[int, np.ndarray | None], num_places: int, vocab_
 
     A token is drawn again by its mask or, without one, undone. Places that are not named keep theirs.
     """
-    packed = np.full((num_places, 1 + -(-vocab_size // 32)), -1, np.int32)
+    packed = pack_draws(num_places, vocab_size)
     packed[:, 0] = KEEP_DRAW
     for place, mask in masks.items():
         packed[place, 0] = UNDO_DRAW if mask is None else DRAW_AGAIN

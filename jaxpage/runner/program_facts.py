@@ -30,6 +30,8 @@ class ProgramFacts:
     largest_gathered: int
     """Elements of the largest array that is gathered from all devices, in any branch."""
     num_host_transfers: int
+    num_decisions: int
+    """Branches, and loops of unknown length: at each, a GPU's host waits for the device to tell how to go on."""
 
     @property
     def total_bytes(self) -> int:
@@ -54,6 +56,7 @@ def facts_of(program: jax.stages.Compiled) -> ProgramFacts:
         num_triton_kernels=_count(r'custom_call_target="triton_kernel_call_ffi"', text),
         largest_gathered=max((size for shapes in gathers for size in _sizes(shapes)), default=0),
         num_host_transfers=_count(r" (?:infeed|outfeed|send|recv)\(|MoveToHost|S\(5\)", text),
+        num_decisions=_count(r" conditional\(", text) + _count(r" while\((?!.*known_trip_count)", text),
     )
 
 

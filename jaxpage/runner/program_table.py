@@ -13,23 +13,24 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxpage.models.params import Params
 from jaxpage.ops.attention import KVCache, logits_sharding
+from jaxpage.request import Draw
 from jaxpage.runner.buckets import Bucket, by_usefulness, choose_bucket
-from jaxpage.runner.plan import NUM_EDITS, admission_size, empty_forks, pack_edits, pack_redraws, rules_layout
+from jaxpage.runner.plan import NUM_EDITS, admission_size, empty_forks, pack_draws, pack_edits, rules_layout
 from jaxpage.runner.pooling import NUM_POOLED
+from jaxpage.runner.program_config import ProgramConfig
 from jaxpage.runner.programs import ProgramStore
 from jaxpage.runner.scoring import NUM_SCORED_ROWS, NUM_SCORED_TOKENS
 from jaxpage.runner.state import BatchState
 from jaxpage.runner.step import (
-    ProgramConfig,
     compile_admit,
+    compile_draw,
     compile_edit,
     compile_fork,
     compile_pool,
-    compile_redraw,
     compile_rules,
     compile_score,
     compile_score_rows,
@@ -43,6 +44,10 @@ _PATIENCE_SECONDS = 1.0
 _MANY_EDITS = 1024
 _SMALL, _RARE = ("edit",), ("fork", "rules", "score", "score_rows", "pool")
 """Programs that there is one of each of, see `runner.step`; the rare ones are not waited for before serving."""
+
+
+_DrawShape = tuple[int, int]
+"""Rows of a step, and how many tokens each draws at most: what is drawn behind a step depends on no more of it."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,12 @@ class ProgramTable:
         self._progress = progress
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._admit: dict[int, jax.stages.Compiled] = {}
-        self._num_places = sorted({bucket.num_rows for bucket in buckets})
-        self._redraw: dict[int, Future[jax.stages.Compiled]] = {}
+        self._draws: dict[_DrawShape, dict[Draw, jax.stages.Compiled]] = {}
+        self._draw_any: dict[_DrawShape, Future[jax.stages.Compiled]] = {}
+        """What few requests ask for, and takes the longest to compile."""
+        # A GPU has a program of its own for greedy steps: it would wait for the host to tell it what to leave out.
+        is_cpu = _mesh_of(shapes).devices.flat[0].platform == "cpu"
+        self._kinds = (Draw.RANDOM,) if is_cpu else (Draw.GREEDY, Draw.RANDOM)
         self._closing = threading.Event()
         self._may_go_on = threading.Event()
         self._background: threading.Thread | None = None
@@ -85,13 +94,15 @@ class ProgramTable:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="compile")
         self._is_traced = threading.Event()
         self._first: list[Future[Any]] = [self._pool.submit(self._compile_first)]
+        self._first.append(self._pool.submit(self._compile_draws, self._shape_of(self._buckets[0])))
         self._first.append(self._pool.submit(self._compile_admission, self._capacities[-1]))
         self._small = {name: self._pool.submit(self._compile_small, name) for name in _SMALL}
 
     @property
     def num_wanted(self) -> int:
         """Programs that there will be."""
-        return len(_SMALL) + len(_RARE) + len(self._capacities) + len(self._buckets) + len(self._num_places)
+        num_draws = len(self._draw_shapes) * (len(self._kinds) + 1)
+        return len(_SMALL) + len(_RARE) + len(self._capacities) + len(self._buckets) + num_draws
 
     @property
     def token_budget(self) -> int:
@@ -114,15 +125,16 @@ class ProgramTable:
             program.result()
         if not background:
             self.go_on()
+        self._draw_any = {shape: self._later(self._compile_draw, shape, Draw.ANY) for shape in self._draw_shapes}
         self._small |= {name: self._later(self._compile_small, name) for name in _RARE}
         self._shorter = [self._later(self._compile_admission, capacity) for capacity in self._capacities[:-1]]
-        self._redraw = {count: self._later(self._compile_redraw, count) for count in self._num_places}
         logger.info("%d of %d programs are ready: serving", self._store.stats.num_programs, self.num_wanted)
         rest = self._buckets[1:]
         if background:
             self._background = threading.Thread(target=self._compile_rest, args=(rest,), name="compile", daemon=True)
             self._background.start()
         else:
+            list(self._pool.map(self._compile_draws, self._draw_shapes))
             list(self._pool.map(self._compile_step, rest))
             self._finish()
         self._pool.shutdown(wait=False)
@@ -162,10 +174,14 @@ class ProgramTable:
         """The program of a ready capacity."""
         return self._admit[capacity]
 
-    def redraw(self, num_places: int) -> jax.stages.Compiled:
-        """The program that draws again behind a step of so many places; waits if it is not ready yet."""
-        self.go_on()
-        return self._redraw[num_places].result()
+    def draw(self, bucket: Bucket, kind: Draw) -> jax.stages.Compiled:
+        """What draws behind a step in a ready bucket; waits for `Draw.ANY` if it is not ready yet."""
+        shape = self._shape_of(bucket)
+        if kind is Draw.ANY:
+            self.go_on()
+            return self._draw_any[shape].result()
+        ready = self._draws[shape]
+        return ready[min(each for each in ready if each >= kind)]
 
     def __getitem__(self, name: str) -> jax.stages.Compiled:
         """One of the small programs by its name in `runner.step`; waits for a rare one that is not ready yet."""
@@ -173,12 +189,12 @@ class ProgramTable:
             self.go_on()
         return self._small[name].result()
 
-    def _later(self, work: Callable[[Any], Any], what: Any) -> Future[Any]:
-        def when_it_may() -> Any:
+    def _later[T](self, work: Callable[..., T], *what: Any) -> Future[T]:
+        def when_it_may() -> T:
             self._may_go_on.wait(_PATIENCE_SECONDS)
             _give_way()
             self._store.save()
-            return work(what)
+            return work(*what)
 
         return self._pool.submit(when_it_may)
 
@@ -189,15 +205,15 @@ class ProgramTable:
             if self._closing.is_set():
                 return
             self._store.save()
+            self._compile_draws(self._shape_of(bucket))
             self._compile_step(bucket)
         with contextlib.suppress(CancelledError):  # closed meanwhile
             self._finish()
 
     def _finish(self) -> None:
-        for small in (*self._small.values(), *self._redraw.values()):
-            small.result()
-        for admission in self._shorter:
-            admission.result()
+        others: list[Future[Any]] = [*self._draw_any.values(), *self._small.values(), *self._shorter]
+        for other in others:
+            other.result()
         self._store.save()
         stats = self._store.stats
         logger.info(
@@ -233,14 +249,27 @@ class ProgramTable:
         args = (state, np.zeros(size, np.int32))
         self._admit[capacity] = self._get("admit", capacity, args, lambda: compile_admit(capacity, *args))
 
-    def _compile_redraw(self, num_places: int) -> jax.stages.Compiled:
-        state, vocab_size = self._shapes.state, self._config.model.vocab_size
-        lies = state.token_ids.sharding
-        assert isinstance(lies, NamedSharding)
-        sharding = logits_sharding(lies.mesh, vocab_size)
-        logits = jax.ShapeDtypeStruct((num_places, vocab_size), np.float32, sharding=sharding)
-        args = (logits, state, pack_redraws({}, num_places, vocab_size))
-        return self._get("redraw", self._config, args, lambda: compile_redraw(self._config, *args))
+    def _shape_of(self, bucket: Bucket) -> _DrawShape:
+        return bucket.num_rows, self._config.num_draws(bucket)
+
+    @property
+    def _draw_shapes(self) -> list[_DrawShape]:
+        """Those of all buckets, in the order of their use."""
+        return list(dict.fromkeys(self._shape_of(bucket) for bucket in self._buckets))
+
+    def _compile_draws(self, shape: _DrawShape) -> None:
+        """What most requests ask for, unless it is there."""
+        self._is_traced.wait()
+        if shape not in self._draws:
+            self._draws[shape] = {kind: self._compile_draw(shape, kind) for kind in self._kinds}
+
+    def _compile_draw(self, shape: _DrawShape, kind: Draw) -> jax.stages.Compiled:
+        num_rows, num_draws = shape
+        args = draw_arguments(self._shapes, self._config, num_rows, num_draws, kind)
+        return self._get(
+            *("draw", (self._config, kind, num_draws), args),
+            lambda: compile_draw(self._config, kind, num_draws, *args),
+        )
 
     def _compile_small(self, name: str) -> jax.stages.Compiled:
         params, kv_cache, state = self._shapes.params, self._shapes.kv_cache, self._shapes.state
@@ -275,6 +304,23 @@ class ProgramTable:
         program = self._store.get(name, config, args, compile_program)
         self._progress(self._store.stats.num_programs, self.num_wanted)
         return program
+
+
+def draw_arguments(
+    shapes: DeviceShapes, config: ProgramConfig, num_rows: int, num_draws: int, kind: Draw
+) -> tuple[jax.ShapeDtypeStruct, BatchState, np.ndarray | None]:
+    """What `compile_draw` takes for draws behind a step of so many rows."""
+    vocab_size = config.model.vocab_size
+    sharding = logits_sharding(_mesh_of(shapes), vocab_size)
+    logits = jax.ShapeDtypeStruct((num_rows * num_draws, vocab_size), np.float32, sharding=sharding)
+    return logits, shapes.state, pack_draws(num_rows, vocab_size) if kind is Draw.ANY else None
+
+
+def _mesh_of(shapes: DeviceShapes) -> Mesh:
+    lies = shapes.state.token_ids.sharding
+    assert isinstance(lies, NamedSharding)
+    assert isinstance(lies.mesh, Mesh)
+    return lies.mesh
 
 
 def _give_way() -> None:

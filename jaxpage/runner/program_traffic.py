@@ -2,7 +2,7 @@
 
 A kernel reads its operands and writes its results once. Two kinds are not what their shapes say, and count as nothing:
 what is updated in place (donated arrays, of which a step touches a few numbers), and the table that an embedding is
-looked up in. Of branches, the one with the least traffic counts: a plain greedy step takes those.
+looked up in. Only what always runs is counted: a greedy step has no branches.
 """
 
 import re
@@ -14,7 +14,7 @@ from jaxpage.runner.program_facts import bytes_of, entry_of
 _FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "partition-id", "after-all", "iota"}
 _ENDS = ("-done",)
 """Second halves of operations that are counted where they start."""
-PARTS = ("layer", "logits", "sample", "logprobs")
+PARTS = ("layer", "logits", "sample")
 """Named scopes of a step."""
 
 
@@ -32,31 +32,13 @@ def traffic_of(text: str) -> dict[str, int]:
 
     What products leave of themselves to be added up counts apart, as "layer_partial_sums" and so on.
     """
-    computations = _computations(text)
     entry = _parse(entry_of(text))
     in_place = _in_place_shapes(text, entry)
     total: Counter[str] = Counter()
-    _add(entry, computations, in_place, total)
-    return dict(total)
-
-
-def _add(
-    instructions: list[_Instruction], computations: dict[str, str], in_place: set[str], total: Counter[str]
-) -> None:
-    shapes = {each.name: each.shape for each in instructions}
+    shapes = {each.name: each.shape for each in entry}
     split: set[str] = set()
-    for each in instructions:
+    for each in entry:
         if each.kind in _FREE or each.kind.endswith(_ENDS):
-            continue
-        if each.kind == "conditional":
-            named = re.search(r"branch_computations=\{([^}]*)\}", each.line)
-            names = re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", each.line)
-            branches = [name.strip().lstrip("%") for name in named.group(1).split(",")] if named else names
-            counted = []
-            for branch in branches:
-                counted.append(Counter[str]())
-                _add(_parse(computations[branch]), computations, in_place, counted[-1])
-            total.update(min(counted, key=lambda found: sum(found.values())))
             continue
         moved = [each.shape, *(shapes[name] for name in each.operands if name in shapes)]
         if "/gather" in each.line and each.kind == "fusion":
@@ -69,20 +51,13 @@ def _add(
             total[f"{part}_partial_sums"] += 2 * bytes_of(each.shape)
             split.add(each.name)
         total[part] -= sum(bytes_of(shapes[name]) for name in each.operands if name in split)
+    return dict(total)
 
 
 def _part_of(line: str) -> str:
     scope = re.search(r'op_name="([^"]*)"', line)
     found = re.findall(r"[\w]+", scope.group(1)) if scope else []
     return next((part for part in PARTS if part in found), "other")
-
-
-def _computations(text: str) -> dict[str, str]:
-    """The text of each computation by its name."""
-    return {
-        match.group(1): match.group(2)
-        for match in re.finditer(r"^%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
-    }
 
 
 def _parse(body: str) -> list[_Instruction]:

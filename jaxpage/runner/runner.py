@@ -24,13 +24,13 @@ from jaxpage.runner.blueprint import draw_blueprint
 from jaxpage.runner.compile_watch import num_compiles
 from jaxpage.runner.device_batch import DeviceBatch
 from jaxpage.runner.devices import free_bytes, join_processes, make_mesh
+from jaxpage.runner.draw import StepResult
 from jaxpage.runner.followers import Followers, Launch, Leader, join_leader_or_followers
 from jaxpage.runner.plan import NUM_EDITS, pack_admission, pack_edits, pack_forks, pack_redraws, pack_rules
 from jaxpage.runner.pooling import Pools, dispatch_pools, fetch_pools
 from jaxpage.runner.program_table import ProgramTable
 from jaxpage.runner.programs import ProgramStore
 from jaxpage.runner.scoring import Scores, dispatch_scores, fetch_scores, host_logprobs
-from jaxpage.runner.step import StepResult
 from jaxpage.runner.step_table import Ints, StepTable
 from jaxpage.scheduler import PromptPiece, SchedulerOutput
 from jaxpage.wire import TokenLogprobs
@@ -203,7 +203,7 @@ class Runner:
             edits, ahead = edits[:, programs.edit_capacity :], edits[:, : programs.edit_capacity]
             run("edit", pack_edits(ahead, programs.edit_capacity))
         bucket = programs.bucket(output.num_tokens, len(output.rows), max(output.query_lens))
-        result = run("step", pack_edits(edits, NUM_EDITS), dataclasses.astuple(bucket))
+        result = run("step", pack_edits(edits, NUM_EDITS), (*dataclasses.astuple(bucket), output.draw))
         _send_back(result, output.wants_logprobs)
         scores = None
         if any(request.wants_scores for request in output.requests):

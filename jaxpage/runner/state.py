@@ -9,7 +9,34 @@ import numpy as np
 
 from jaxpage.ops.attention import KVCache
 from jaxpage.ops.kv_spec import KVLayout
+from jaxpage.ops.running_sum import running_sum
 from jaxpage.speculative.drafts import DraftState, empty_drafts
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """What the rows of a step compute and draw, by place, as it stands until the step has drawn."""
+
+    rows: jax.Array  # [places] int32
+    query_start: jax.Array  # [places + 1] int32, where the host has made room for each row's tokens
+    query_lens: jax.Array  # [places] int32, the tokens that there are
+    num_tokens: jax.Array  # [places] int32, known
+    num_computed: jax.Array  # [places] int32, before the step
+
+    @property
+    def kv_lens(self) -> jax.Array:
+        """Tokens computed after the step, 0 in padding. [places] int32."""
+        return jnp.where(self.query_lens > 0, self.num_computed + self.query_lens, 0)
+
+    @property
+    def draws(self) -> jax.Array:
+        """Whether its last known token is computed: prompts that go on in a later step do not draw. [places] bool."""
+        return (self.query_lens > 0) & (self.kv_lens >= self.num_tokens)
+
+    @property
+    def num_checked(self) -> jax.Array:
+        """Drafts behind the last known token, behind each of which a row draws as well. [places] int32."""
+        return jnp.where(self.draws, self.kv_lens - self.num_tokens, 0)
 
 
 @jax.tree_util.register_dataclass
@@ -46,6 +73,15 @@ class BatchState:
     @property
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
+
+    def step_rows(self, num_places: int) -> StepRows:
+        """The step that `places` names, which has room for so many rows."""
+        rows, query_lens = self.places[:, :num_places]
+        query_start = jnp.concatenate([jnp.zeros(1, jnp.int32), running_sum(query_lens)])
+        num_tokens, num_computed = self.num_tokens[rows], self.num_computed_tokens[rows]
+        if self.drafts is not None:
+            query_lens = self.drafts.live_query_lens(rows, query_lens, num_tokens, num_computed)
+        return StepRows(rows, query_start, query_lens, num_tokens, num_computed)
 
 
 def empty_state(

@@ -4,8 +4,8 @@
     admit    one request in full -> its row of the batch
     rules    what an admitted request says of single tokens -> the same row
     edit     block tables and places of the next step, as far as they differ
-    step     the last edits -> forward, sample, append, for every place
-    redraw   masks of tokens -> other tokens in place of the last ones, for some places
+    step     the last edits -> forward, up to the logits of what every place draws
+    draw     these logits -> sample and append, for every place; with masks of tokens, once more for some
     score    some tokens of the last step -> log-probabilities of what follows them; score_rows: of all the vocabulary
     pool     stretches of its tokens -> the sums of their hidden states
 
@@ -16,76 +16,28 @@ are told (in) and the sampled tokens (out).
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpage.models.config import ModelConfig
 from jaxpage.models.params import Params
 from jaxpage.models.registry import model_for
 from jaxpage.ops.attention import AttentionMetadata, KVCache, Target, logits_sharding
 from jaxpage.ops.launch import GPU
-from jaxpage.ops.processing import ProcessingState
-from jaxpage.ops.running_sum import running_sum
-from jaxpage.ops.sampling import (
-    SamplingState,
-    TokenLogprobs,
-    draw,
-    logprobs_at,
-    sample,
-    sample_within,
-    token_logprobs,
-)
+from jaxpage.ops.sampling import TokenLogprobs, logprobs_at
+from jaxpage.ops.sampling import draw as sampling_draw
+from jaxpage.request import Draw
 from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.draw import StepResult, draw_tokens
 from jaxpage.runner.gpu_targets import compiler_options
-from jaxpage.runner.own_processors import OwnProcessor
-from jaxpage.runner.plan import (
-    DRAW_AGAIN,
-    KEEP_DRAW,
-    UNDO_DRAW,
-    rules_layout,
-    unpack_admission,
-    unpack_forks,
-)
-from jaxpage.runner.state import BatchState
-from jaxpage.speculative.config import SpeculativeConfig
-from jaxpage.speculative.drafts import count_accepted
+from jaxpage.runner.plan import unpack_admission, unpack_forks
+from jaxpage.runner.program_config import ProgramConfig
+from jaxpage.runner.state import BatchState, StepRows
 
 trace_counts: Counter[str] = Counter()
 """How often each function was traced in this process; serving adds none after warm-up."""
-
-
-@dataclass(frozen=True)
-class ProgramConfig:
-    """What a step program depends on besides its bucket."""
-
-    model: ModelConfig
-    num_logprobs: int
-    """Most alternatives that a row may ask for."""
-    processors: tuple[OwnProcessor, ...] = ()
-    """The user's own logits processors, in the order of their bits in `BatchState.own_processors`."""
-    speculative: SpeculativeConfig | None = None
-    """How drafts are proposed; None in an engine that does not speculate."""
-
-    def num_draws(self, bucket: Bucket) -> int:
-        """Most tokens that a row draws in a step: one, and one behind each of its drafts."""
-        if self.speculative is None or bucket.max_query_len == 1:
-            return 1
-        return min(1 + self.speculative.num_speculative_tokens, bucket.max_query_len)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gives the host, by place."""
-
-    tokens: jax.Array  # [rows, draws] int32, -1 where there is none
-    """Drafts kept and the token behind them; none where a prompt goes on."""
-    logprobs: TokenLogprobs  # of rows * draws; zeros unless a row of the step asks for them
-    num_drafts: jax.Array | None = None  # [rows] int32, proposed for the next step; None without speculation
 
 
 def compile_step(
@@ -102,8 +54,8 @@ def compile_step(
     `when_traced` is called once no more Python runs for it, and XLA has it.
 
     It is made for the devices that their shardings name: GPUs among them need not be on this machine.
-    The program is `(params, kv_cache, state, edits) -> (kv_cache, state, StepResult, logits [rows, vocab] float32)`,
-    the logits of each row's first draw; kv_cache and state are donated.
+    The program is `(params, kv_cache, state, edits) -> (kv_cache, state, logits [rows * draws, vocab] float32)`;
+    kv_cache and state are donated. `compile_draw` goes on from there.
     """
 
     mesh = kv_cache.buffers[0].sharding.mesh
@@ -111,13 +63,11 @@ def compile_step(
 
     def step(
         params: Params, kv_cache: KVCache, state: BatchState, edits: jax.Array
-    ) -> tuple[KVCache, BatchState, StepResult, jax.Array]:
+    ) -> tuple[KVCache, BatchState, jax.Array]:
         trace_counts["step"] += 1
         return _step(params, kv_cache, _edit(state, edits), config, bucket, target)
 
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    by_vocabulary = logits_sharding(mesh, config.model.vocab_size)
-    out_shardings = (*_shardings((kv_cache, state)), everywhere, by_vocabulary)
+    out_shardings = (*_shardings((kv_cache, state)), logits_sharding(mesh, config.model.vocab_size))
     lowered = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(params, kv_cache, state, edits)
     when_traced()
     return lowered.compile(compiler_options(mesh.devices.flat[0]))
@@ -174,21 +124,22 @@ def compile_rules(state: Any, packed: Any) -> jax.stages.Compiled:
     return _compiled(jax.jit(set_rules, donate_argnums=(0,), out_shardings=_shardings(state)), state, packed)
 
 
-def compile_redraw(config: ProgramConfig, logits: Any, state: Any, packed: Any) -> jax.stages.Compiled:
-    """Compile `(logits, state, packed redraws) -> (state, StepResult)` behind a step of as many places.
+def compile_draw(
+    config: ProgramConfig, kind: Draw, num_draws: int, logits: Any, state: Any, told: Any
+) -> jax.stages.Compiled:
+    """Compile `(logits, state, told) -> (state, StepResult)` behind a step of as many places.
 
-    logits: [rows, vocab] float32. state is donated.
+    logits: [rows * num_draws, vocab] float32. told: packed, None but for `Draw.ANY`. state is donated.
     """
-
     mesh = logits.sharding.mesh
     target = _target_of(mesh)
 
-    def redraw(logits: jax.Array, state: BatchState, packed: jax.Array) -> tuple[BatchState, StepResult]:
-        trace_counts["redraw"] += 1
-        return _redraw(logits, state, packed, config, target)
+    def draw(logits: jax.Array, state: BatchState, told: jax.Array | None) -> tuple[BatchState, StepResult]:
+        trace_counts["draw"] += 1
+        return draw_tokens(logits, state, told, kind, num_draws, config, target)
 
     out_shardings = (_shardings(state), NamedSharding(mesh, PartitionSpec()))
-    return _compiled(jax.jit(redraw, donate_argnums=(1,), out_shardings=out_shardings), logits, state, packed)
+    return _compiled(jax.jit(draw, donate_argnums=(1,), out_shardings=out_shardings), logits, state, told)
 
 
 def compile_fork(kv_cache: Any, state: Any, packed: Any) -> jax.stages.Compiled:
@@ -249,9 +200,9 @@ def compile_pool(hidden: Any, packed: Any) -> jax.stages.Compiled:
     return jax.jit(pool, out_shardings=hidden.sharding).lower(hidden, packed).compile()
 
 
-def compile_draw(logits: Any, sampling: Any) -> jax.stages.Compiled:
+def compile_sampler(logits: Any, sampling: Any) -> jax.stages.Compiled:
     """Compile the sampler's draw by itself, `(logits, SamplingState) -> tokens`, to be measured."""
-    return jax.jit(draw).lower(logits, sampling).compile()
+    return jax.jit(sampling_draw).lower(logits, sampling).compile()
 
 
 def on_device(make: Callable[[], Any], sharding: jax.sharding.Sharding) -> Any:
@@ -316,78 +267,27 @@ def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCa
 
 def _step(
     params: Params, kv_cache: KVCache, state: BatchState, config: ProgramConfig, bucket: Bucket, target: Target
-) -> tuple[KVCache, BatchState, StepResult, jax.Array]:
+) -> tuple[KVCache, BatchState, jax.Array]:
     model = model_for(config.model.architecture)
-    rows, query_lens = state.places[:, : bucket.num_rows]
-
-    query_start = jnp.concatenate([jnp.zeros(1, jnp.int32), running_sum(query_lens)])
-    num_tokens, num_computed = state.num_tokens[rows], state.num_computed_tokens[rows]
-    if state.drafts is not None:
-        query_lens = state.drafts.live_query_lens(rows, query_lens, num_tokens, num_computed)
-    tokens, positions, metadata = _batch_of(state, kv_cache, bucket, target, query_start, query_lens)
-    kv_lens = metadata.kv_lens
+    step = state.step_rows(bucket.num_rows)
+    tokens, positions, metadata = _batch_of(state, step, kv_cache, bucket, target)
     hidden, kv_cache = model.forward(params, tokens, positions, kv_cache, metadata, config.model)
 
-    # A row draws only when its last known token is computed; prompts that go on in a later step do not. Behind that
-    # token may lie drafts, and it draws behind each of them, too.
-    draws = (query_lens > 0) & (kv_lens >= num_tokens)
-    num_checked = jnp.where(draws, kv_lens - num_tokens, 0)
-    place = jnp.arange(config.num_draws(bucket))
     last = hidden
     if bucket.max_query_len > 1:
-        first = query_start[:-1] + jnp.maximum(query_lens - num_checked, 1) - 1
-        last = hidden[jnp.minimum(first[:, None] + place, bucket.num_tokens - 1).reshape(-1)]
+        first = step.query_start[:-1] + jnp.maximum(step.query_lens - step.num_checked, 1) - 1
+        draw = jnp.arange(config.num_draws(bucket))
+        last = hidden[jnp.minimum(first[:, None] + draw, bucket.num_tokens - 1).reshape(-1)]
     with jax.named_scope("logits"):
         logits = model.logits(params, last, config.model)  # [rows * draws, vocab]
-    known = num_tokens[:, None] + place  # what each draw follows
-    drawing = draws[:, None] & (place <= num_checked[:, None])
-    of_row, wanted = jnp.repeat(rows, place.size), drawing.reshape(-1)
-    with jax.named_scope("sample"):
-        sampling, processing = _sampling_states(state, of_row, known.reshape(-1), wanted, config)
-        drawn = sample(logits, sampling, processing, target.place_logits)
-    with jax.named_scope("logprobs"):
-        asked = jnp.where(wanted, state.num_logprobs[of_row], -1)
-        logprobs = token_logprobs(logits, drawn, asked, config.num_logprobs)
-
-    drawn = drawn.reshape(-1, place.size)
-    drafts = state.token_ids.at[rows[:, None], known[:, :-1]].get(mode="clip")
-    num_accepted = count_accepted(drawn, drafts, num_checked)
-    kept = draws[:, None] & (place <= num_accepted[:, None])
-    num_new = jnp.sum(kept, axis=1, dtype=jnp.int32)
-    token_ids = state.token_ids.at[jnp.where(kept, rows[:, None], state.num_rows), known].set(drawn, mode="drop")
-    draft_state, num_drafts = state.drafts, None
-    if draft_state is not None and config.speculative is not None:
-        with jax.named_scope("propose"):
-            draft_state, token_ids, num_drafts = draft_state.propose(
-                token_ids, rows, num_tokens + num_new, draws, config.speculative
-            )
-    updated = dataclasses.replace(
-        state,
-        token_ids=token_ids,
-        # Padding names some row, and adds nothing to it.
-        num_tokens=state.num_tokens.at[rows].add(num_new),
-        num_computed_tokens=state.num_computed_tokens.at[rows].add(query_lens - num_checked + num_accepted),
-        hidden=state.hidden.at[: bucket.num_tokens].set(hidden),
-        drafts=draft_state,
-    )
-    result = StepResult(jnp.where(kept, drawn, -1), logprobs, num_drafts)
-    return kv_cache, updated, result, logits if place.size == 1 else logits.reshape(*drawn.shape, -1)[:, 0]
+    return kv_cache, dataclasses.replace(state, hidden=state.hidden.at[: bucket.num_tokens].set(hidden)), logits
 
 
 def _batch_of(
-    state: BatchState,
-    kv_cache: KVCache,
-    bucket: Bucket,
-    target: Target,
-    query_start: jax.Array,
-    query_lens: jax.Array,
+    state: BatchState, step: StepRows, kv_cache: KVCache, bucket: Bucket, target: Target
 ) -> tuple[jax.Array, jax.Array, AttentionMetadata]:
-    """A step's tokens and their positions, both [tokens] int32, and what attention must know of them.
-
-    query_start: [rows + 1], where the host has made room for each row's tokens; query_lens: [rows], those there are.
-    """
-    rows = state.places[0, : bucket.num_rows]
-    num_computed = state.num_computed_tokens[rows]
+    """A step's tokens and their positions, both [tokens] int32, and what attention must know of them."""
+    rows, query_start, query_lens, num_computed = step.rows, step.query_start, step.query_lens, step.num_computed
     # Which row each token belongs to, and where in the row it stands.
     token = jnp.arange(bucket.num_tokens)
     if bucket.max_query_len == 1:
@@ -407,74 +307,14 @@ def _batch_of(
     for table, size in zip(state.block_tables, (group.block_size for group in kv_cache.layout.groups), strict=True):
         slot = table[token_rows, positions // size] * size + positions % size
         slots.append(jnp.where(live, slot, kv_cache.num_blocks * size))
-    kv_lens = jnp.where(query_lens > 0, num_computed + query_lens, 0)
     metadata = AttentionMetadata(
         slots=slots,
         block_tables=state.block_tables[:, rows],
         query_start=query_start,
         query_lens=query_lens,
-        kv_lens=kv_lens,
+        kv_lens=step.kv_lens,
         rope_lengths=jnp.maximum(state.num_prompt_tokens[token_rows], positions + 1),
         max_query_len=bucket.max_query_len,
         target=target,
     )
     return state.token_ids[token_rows, positions], positions, metadata
-
-
-def _redraw(
-    logits: jax.Array, state: BatchState, packed: jax.Array, config: ProgramConfig, target: Target
-) -> tuple[BatchState, StepResult]:
-    rows = state.places[0, : logits.shape[0]]
-    redraw, mask = packed[:, 0], packed[:, 1:]
-    draws = redraw == DRAW_AGAIN
-    # Back to where the step stood when it drew; a draw that is undone takes the row's last computed token with it.
-    num_tokens = state.num_tokens.at[rows].add(-(redraw != KEEP_DRAW).astype(jnp.int32))
-    num_computed = state.num_computed_tokens.at[rows].add(-(redraw == UNDO_DRAW).astype(jnp.int32))
-    before = dataclasses.replace(state, num_tokens=num_tokens, num_computed_tokens=num_computed)
-    sampling, processing = _sampling_states(before, rows, num_tokens[rows], draws, config)
-    drawn = sample_within(logits, mask, sampling, processing, target.place_logits)
-    logprobs = token_logprobs(logits, drawn, jnp.where(draws, state.num_logprobs[rows], -1), config.num_logprobs)
-    updated = dataclasses.replace(
-        before,
-        token_ids=state.token_ids.at[jnp.where(draws, rows, state.num_rows), num_tokens[rows]].set(drawn, mode="drop"),
-        num_tokens=num_tokens.at[rows].add(draws.astype(jnp.int32)),
-    )
-    return updated, StepResult(jnp.where(draws, drawn, -1)[:, None], logprobs)
-
-
-def _sampling_states(
-    state: BatchState, rows: jax.Array, num_tokens: jax.Array, draws: jax.Array, config: ProgramConfig
-) -> tuple[SamplingState, ProcessingState]:
-    """The options of a step's draws; those that are not made have none.
-
-    rows: [n] int32, of each draw; num_tokens: [n] int32, tokens that it follows; draws: [n] bool, whether it is made.
-    """
-
-    def where_drawn(values: jax.Array, off: float) -> jax.Array:
-        return jnp.where(draws, values[rows], off)
-
-    sampling = SamplingState(
-        temperature=where_drawn(state.temperature, 0),
-        top_k=where_drawn(state.top_k, 0),
-        top_p=where_drawn(state.top_p, 1),
-        min_p=where_drawn(state.min_p, 0),
-        seed=state.seed[rows],
-        position=num_tokens,
-    )
-    processing = ProcessingState(
-        rows=rows,
-        num_prompt_tokens=state.num_prompt_tokens[rows],
-        num_tokens=num_tokens,
-        min_tokens=where_drawn(state.min_tokens, 0),
-        stop_token_ids=state.stop_token_ids[rows],
-        repetition_penalty=where_drawn(state.repetition_penalty, 1),
-        presence_penalty=where_drawn(state.presence_penalty, 0),
-        frequency_penalty=where_drawn(state.frequency_penalty, 0),
-        has_rules=draws & state.has_rules[rows],
-        token_ids=state.token_ids,
-        rules=state.rules,
-        own=jnp.where(draws, state.own_processors[rows], 0),
-        layout=rules_layout(config.model.vocab_size),
-        processors=tuple(processor.function for processor in config.processors),
-    )
-    return sampling, processing

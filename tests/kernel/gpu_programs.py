@@ -3,8 +3,7 @@
 A process of its own: Triton compiles or interprets, as it was imported, and JAX finds GPUs or not.
 
 Every bucket of every engine is compiled until its facts are settled: XLA's passes run as they are, and what they leave
-is not made into good machine code. Most of a program is its sampler, which is the same in all with as many rows: only a
-few have theirs, and the others take the argmax.
+is not made into good machine code. So are the draws behind the largest decode.
 """
 
 import dataclasses
@@ -18,20 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import serialize_executable
 
 from jaxpage.config import EngineConfig
 from jaxpage.models.config_only import ConfigOnly
 from jaxpage.ops import attention_triton, kv_write_triton
-from jaxpage.ops.sampling import TokenLogprobs
+from jaxpage.request import Draw
 from jaxpage.runner import step
 from jaxpage.runner.blueprint import Blueprint, draw_blueprint
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.gpu_targets import TARGETS, compiler_options, described_mesh
 from jaxpage.runner.plan import NUM_EDITS, pack_edits
 from jaxpage.runner.program_facts import entry_of, facts_of
+from jaxpage.runner.program_table import draw_arguments
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE = 2, 2048, 16
 LARGE = {  # Llama 3.1 8B, but for the number of its layers
@@ -72,21 +71,32 @@ def blueprint(hf: dict[str, Any], options: dict[str, int], target: str, num_gpus
     return draw_blueprint(config, Config(hf), mesh, lambda _: TARGETS[target].pool_bytes)
 
 
-def describe(it: Blueprint, bucket: Bucket) -> dict[str, Any]:
+def describe_step(it: Blueprint, bucket: Bucket) -> dict[str, Any]:
     """Compile a step, and say what it is made of."""
     edits = pack_edits(np.zeros((2, 0), np.int32), NUM_EDITS)
     program = step.compile_step(it.program_config, bucket, it.shapes.params, it.shapes.kv_cache, it.shapes.state, edits)
     text = program.as_text()
     launches = [line for line in entry_of(text).splitlines() if re.search(r" (?:fusion|custom-call|copy)\(", line)]
     kv_shape = rf"bf16\[{NUM_BLOCKS},2,{BLOCK_SIZE},\d+,\d+\]"
-    return dataclasses.asdict(facts_of(program)) | {
-        "num_rows": bucket.num_rows,
-        "serialized_bytes": len(serialize_executable.serialize(program)[0]),
+    return describe(program) | {
         "launches_per_layer": sum("jit(layer)" in line for line in launches) / NUM_LAYERS,
         "makers_of_kv": sorted(set(re.findall(rf"= {kv_shape}\S* ([a-z\-]+)\(", text))),
         "kv_copies": len(re.findall(rf"{kv_shape}[^\n]* copy(?:-start)?\(", text)),
-        "num_state_arrays": len(jax.tree.leaves((it.shapes.kv_cache, it.shapes.state))),
+        "num_donated": len(jax.tree.leaves((it.shapes.kv_cache, it.shapes.state))),
     }
+
+
+def describe_draw(it: Blueprint, kind: Draw) -> dict[str, Any]:
+    """The same of a draw behind the largest decode."""
+    num_rows = it.config.max_num_seqs
+    arguments = draw_arguments(it.shapes, it.program_config, num_rows, 1, kind)
+    program = step.compile_draw(it.program_config, kind, 1, *arguments)
+    return describe(program) | {"num_rows": num_rows, "num_donated": len(jax.tree.leaves(it.shapes.state))}
+
+
+def describe(program: jax.stages.Compiled) -> dict[str, Any]:
+    serialized, _, _ = serialize_executable.serialize(program)
+    return dataclasses.asdict(facts_of(program)) | {"serialized_bytes": len(serialized)}
 
 
 KERNELS = (attention_triton._attention_kernel, attention_triton._reduce_kernel, kv_write_triton._kernel)
@@ -134,43 +144,34 @@ done
 """
 
 
-def leave_out_sampler() -> None:
-    def no_logprobs(logits: jax.Array, tokens: jax.Array, wanted: jax.Array, k: int) -> TokenLogprobs:
-        rows = len(tokens)
-        return TokenLogprobs(
-            jnp.zeros(rows), jnp.zeros(rows, jnp.int32), jnp.zeros((rows, k), jnp.int32), jnp.zeros((rows, k))
-        )
-
-    step.sample = lambda logits, *_: jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    step.token_logprobs = no_logprobs
-
-
 def engines() -> Iterator[tuple[str, Blueprint]]:
     for target, num_gpus in (("h200", 1), ("h200", 8), ("a100", 1)):
         yield f"large {target} x {num_gpus}", blueprint(LARGE, LARGE_OPTIONS, target, num_gpus)
         yield f"small {target} x {num_gpus}", blueprint(SMALL, SMALL_OPTIONS, target, num_gpus)
 
 
-def all_programs() -> Iterator[tuple[str, Blueprint, Bucket]]:
-    for name, it in engines():
-        for bucket in it.buckets:
-            kind = "decode" if bucket.max_query_len == 1 else "mixed"
-            yield f"{name} {kind} {bucket.num_tokens}", it, bucket
-
-
-def describe_all(programs: list[tuple[str, Blueprint, Bucket]]) -> dict[str, dict[str, Any]]:
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = {name: pool.submit(describe, it, bucket) for name, it, bucket in programs}
-    return {name: program.result() for name, program in found.items()}
+def name_of(bucket: Bucket) -> str:
+    return f"{'decode' if bucket.max_query_len == 1 else 'mixed'} {bucket.num_tokens}"
 
 
 if __name__ == "__main__":
-    programs = list(all_programs())
-    whole = [program for program in programs if program[2] == Bucket(32, 32, 1)]
-    in_earnest = [program for program in whole if program[0].startswith("large h200 x 8")]
-    found = {"in earnest": describe_all(in_earnest)}
-    with Structure():
-        found["whole"] = describe_all(whole)
-        leave_out_sampler()
-        found["without sampler"] = describe_all(programs)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        its = dict(engines())
+        largest = Bucket(32, 32, 1)
+        in_earnest = pool.submit(describe_step, its["large h200 x 8"], largest).result()
+        with Structure():
+            steps = {
+                f"{name} {name_of(bucket)}": pool.submit(describe_step, it, bucket)
+                for name, it in its.items()
+                for bucket in it.buckets
+            }
+            draws = {
+                kind.name: {name: pool.submit(describe_draw, it, kind) for name, it in its.items()} for kind in Draw
+            }
+            found = {
+                "in earnest": {f"large h200 x 8 {name_of(largest)}": in_earnest},
+                "steps": {name: program.result() for name, program in steps.items()},
+            }
+            for kind, programs in draws.items():
+                found[kind] = {name: program.result() for name, program in programs.items()}
     print(json.dumps(found))

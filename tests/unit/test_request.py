@@ -1,9 +1,11 @@
 """A request's own bookkeeping: which tokens are known, and when and why it ends."""
 
+from typing import Any
+
 import pytest
 
 from jaxpage.kv_cache.hashing import ExtraKeys, block_keys
-from jaxpage.request import Request, RequestStatus
+from jaxpage.request import Draw, Request, RequestStatus
 from jaxpage.sampling_params import SamplingParams
 
 EOS = 2
@@ -25,6 +27,32 @@ def test_a_new_request_waits_with_its_prompt_known_and_nothing_computed() -> Non
     assert not new.is_finished
     assert (new.token_ids, new.num_tokens, new.num_prompt_tokens, new.num_output_tokens) == ([5, 6, 7], 3, 3, 0)
     assert (new.num_computed_tokens, new.row) == (0, -1)
+
+
+@pytest.mark.parametrize(
+    ("params", "fields", "draw"),
+    [
+        ({"temperature": 0.0}, {}, Draw.GREEDY),
+        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, {}, Draw.GREEDY),
+        ({}, {}, Draw.RANDOM),
+        ({"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 3}, {}, Draw.RANDOM),
+        ({"temperature": 0.0}, {"num_logprobs": 0}, Draw.ANY),
+        ({}, {"num_logprobs": 5}, Draw.ANY),
+        ({}, {"bad_words": [[4, 5]]}, Draw.ANY),
+        ({}, {"own_processors": 2}, Draw.ANY),
+        ({"logit_bias": {4: 1.0}}, {}, Draw.ANY),
+        ({"allowed_token_ids": (4, 5)}, {}, Draw.ANY),
+        ({"min_tokens": 3}, {}, Draw.ANY),
+        ({"repetition_penalty": 1.1}, {}, Draw.ANY),
+        ({"presence_penalty": -0.1}, {}, Draw.ANY),
+        ({"temperature": 0.0, "frequency_penalty": 0.1}, {}, Draw.ANY),
+    ],
+)
+def test_how_it_is_drawn_is_the_least_that_does_all_it_asks_for(
+    params: dict[str, Any], fields: dict[str, Any], draw: Draw
+) -> None:
+    new = Request("a", [5, 6, 7], SamplingParams(**params), 0, 9, frozenset(), **fields)
+    assert new.draw is draw
 
 
 def test_generated_tokens_are_known_tokens_and_leave_the_prompt_alone() -> None:

@@ -63,15 +63,9 @@ def test_bytes_of_a_shape_are_those_of_all_its_arrays() -> None:
 
 PROGRAM = """HloModule jit_step, input_output_alias={ {0}: (0, {}, may-alias) }
 
-%plain (p: f32[8,100]) -> s32[8] {
+%best (p: f32[8,100]) -> s32[8] {
   %p = f32[8,100]{1,0} parameter(0)
-  ROOT %best = s32[8]{0} fusion(%p), kind=kInput, metadata={op_name="jit(step)/sample/cond/argmax"}
-}
-
-%drawn (q: f32[8,100]) -> s32[8] {
-  %q = f32[8,100]{1,0} parameter(0)
-  %noise = f32[8,100]{1,0} fusion(%q), kind=kLoop, metadata={op_name="jit(step)/sample/cond/noise"}
-  ROOT %token = s32[8]{0} fusion(%noise), kind=kInput, metadata={op_name="jit(step)/sample/cond/argmax"}
+  ROOT %index = s32[8]{0} custom-call(%p), metadata={op_name="jit(draw)/sample/argmax"}
 }
 
 ENTRY %main (cache: bf16[1024,64], weight: bf16[16,32], x: bf16[8,16]) -> bf16[1024,64] {
@@ -81,14 +75,13 @@ ENTRY %main (cache: bf16[1024,64], weight: bf16[16,32], x: bf16[8,16]) -> bf16[1
   %y = bf16[8,32]{1,0} fusion(%x, %weight), kind=kCustom, metadata={op_name="jit(step)/jit(layer)/dot_general"}
   %written = bf16[1024,64]{1,0} custom-call(%y, %cache), metadata={op_name="jit(step)/jit(layer)/attend"}
   %logits = f32[8,100]{1,0} fusion(%y), kind=kCustom, metadata={op_name="jit(step)/logits/dot_general"}
-  %is_plain = pred[] constant(true)
-  %tokens = s32[8]{0} conditional(%is_plain, %logits, %logits), true_computation=%plain, false_computation=%drawn
+  %tokens = s32[8]{0} fusion(%logits), kind=kInput, calls=%best, metadata={op_name="jit(draw)/sample/argmax"}
   ROOT %result = bf16[1024,64]{1,0} bitcast(%written)
 }
 """
 
 
-def test_traffic_is_operands_and_results_but_for_what_stays_in_place_and_branches_not_taken() -> None:
+def test_traffic_is_operands_and_results_of_kernels_but_for_what_stays_in_place() -> None:
     assert traffic_of(PROGRAM) == {
         "layer": (8 * 16 + 16 * 32 + 8 * 32) * 2 + 8 * 32 * 2,
         "logits": 8 * 32 * 2 + 8 * 100 * 4,

@@ -11,7 +11,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sampler_reference import device_states, reference_logprobs, reference_support
 
-from jaxpage.ops.sampling import TokenLogprobs, exponential_noise, filter_probabilities, sample, token_logprobs
+from jaxpage.ops.sampling import (
+    SamplingState,
+    TokenLogprobs,
+    do_everything,
+    exponential_noise,
+    filter_probabilities,
+    least_of_all,
+    sample,
+    sample_random,
+    token_logprobs,
+)
 from jaxpage.sampling_params import SamplingParams
 
 ROWS, VOCAB = 8, 97
@@ -30,12 +40,20 @@ def random_logits(seed: int = 0, rows: int = ROWS) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(rows, VOCAB)).astype(np.float32) * 3
 
 
+@jax.jit
+def filter_as_on_a_gpu(probabilities: jax.Array, state: SamplingState) -> jax.Array:
+    probabilities = jnp.where(probabilities >= state.min_p[:, None], probabilities, 0)
+    return jnp.where(probabilities >= least_of_all(probabilities, state, do_everything)[:, None], probabilities, 0)
+
+
 def kept(logits: np.ndarray, rows: Sequence[dict[str, Any]]) -> np.ndarray:
-    """What the filter leaves, as [rows, vocab] bool; what it leaves is unchanged."""
+    """What the filter leaves, here and on a GPU, as [rows, vocab] bool; what it leaves is unchanged."""
     probabilities = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    got = np.asarray(run_filter(jnp.asarray(probabilities), device_states(rows, logits.shape[1])[0]))
+    arguments = jnp.asarray(probabilities), device_states(rows, logits.shape[1])[0]
+    got = np.asarray(run_filter(*arguments))
     is_kept = got > 0
     np.testing.assert_array_equal(got[is_kept], probabilities[is_kept])
+    np.testing.assert_array_equal(got, np.asarray(filter_as_on_a_gpu(*arguments)))
     return is_kept
 
 
@@ -103,6 +121,20 @@ def test_draws_depend_on_seed_and_position_alone(num_rows: int) -> None:
             batch[row] = logits[0]
             others[row] = request
             assert draw(batch, others)[row] == expected
+
+
+def test_what_is_decided_on_the_way_and_what_is_not_draw_the_same() -> None:
+    """For rows of every kind that need no more, alone and beside each other."""
+    kinds = [{"temperature": 0.0}, {}, {"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 1.8, "top_k": 30}]
+    run_random = jax.jit(sample_random, static_argnames=("place", "decide"))
+    for seed in range(20):
+        logits = jnp.asarray(random_logits(seed, rows=len(kinds)))
+        for rows in (kinds, *([kind] * len(kinds) for kind in kinds)):
+            seeded = [row | {"seed": seed + index} for index, row in enumerate(rows)]
+            state, processing = device_states(seeded, VOCAB)
+            expected = np.asarray(run_sample(logits, state, processing))
+            np.testing.assert_array_equal(run_random(logits, state), expected)
+            np.testing.assert_array_equal(run_random(logits, state, decide=do_everything), expected)
 
 
 def test_other_seeds_and_positions_give_other_draws() -> None:

@@ -1,0 +1,144 @@
+"""The second half of a step: from logits to new tokens in the batch, and drafts behind them."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxpage.ops.attention import Target
+from jaxpage.ops.processing import ProcessingState
+from jaxpage.ops.sampling import (
+    SamplingState,
+    TokenLogprobs,
+    TokenMask,
+    do_everything,
+    sample,
+    sample_greedy,
+    sample_random,
+    token_logprobs,
+)
+from jaxpage.request import Draw
+from jaxpage.runner.plan import DRAW, DRAW_AGAIN, UNDO_DRAW, rules_layout
+from jaxpage.runner.program_config import ProgramConfig
+from jaxpage.runner.state import BatchState
+from jaxpage.speculative.drafts import count_accepted
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives the host, by place."""
+
+    tokens: jax.Array  # [rows, draws] int32, -1 where there is none
+    """Drafts kept and the token behind them; none where a prompt goes on."""
+    logprobs: TokenLogprobs | None  # of rows * draws, zeros unless any row asks for them; only `Draw.ANY` has them
+    num_drafts: jax.Array | None  # [rows] int32, proposed for the next step; None without speculation
+
+
+def draw_tokens(
+    logits: jax.Array,
+    state: BatchState,
+    told: jax.Array | None,
+    kind: Draw,
+    num_draws: int,
+    config: ProgramConfig,
+    target: Target,
+) -> tuple[BatchState, StepResult]:
+    """Draw for every place of the step that `state.places` names, and count what it has computed.
+
+    logits: [rows * num_draws, vocab] float32, behind the last known token of each row and behind its drafts.
+    told: `pack_draws` or, once they have drawn, `pack_redraws`; only for `Draw.ANY`.
+    """
+    step = state.step_rows(logits.shape[0] // num_draws)
+    rows, num_tokens, draws, num_checked = step.rows, step.num_tokens, step.draws, step.num_checked
+    is_first, undone = jnp.ones_like(draws), jnp.zeros_like(rows)
+    if told is not None:
+        is_first, draws_again = told[:, 0] == DRAW, told[:, 0] == DRAW_AGAIN
+        # Back to where the step stood when it drew; a draw that is undone takes the row's last computed token with it.
+        undone = (told[:, 0] == UNDO_DRAW).astype(jnp.int32)
+        num_tokens = num_tokens - undone - draws_again
+        draws = jnp.where(is_first, draws, draws_again)
+        num_checked = jnp.where(is_first, num_checked, 0)
+    place = jnp.arange(num_draws)
+    known = num_tokens[:, None] + place  # what each draw follows
+    drawing = draws[:, None] & (place <= num_checked[:, None])
+    of_row, wanted = jnp.repeat(rows, num_draws), drawing.reshape(-1)
+    logprobs = None
+    with jax.named_scope("sample"):
+        sampling, processing = _sampling_states(state, of_row, known.reshape(-1), wanted, config)
+        match kind:
+            case Draw.GREEDY:
+                drawn = sample_greedy(logits)
+            case Draw.RANDOM:
+                decide = jax.lax.cond if target.gpu is None else do_everything
+                drawn = sample_random(logits, sampling, target.place_logits, decide)
+            case Draw.ANY:
+                assert told is not None
+                mask = TokenMask(jnp.repeat(~is_first, num_draws), jnp.repeat(told[:, 1:], num_draws, axis=0))
+                drawn = sample(logits, sampling, processing, mask, target.place_logits)
+    if kind is Draw.ANY:
+        with jax.named_scope("logprobs"):
+            asked = jnp.where(wanted, state.num_logprobs[of_row], -1)
+            logprobs = token_logprobs(logits, drawn, asked, config.num_logprobs)
+
+    drawn = drawn.reshape(-1, num_draws)
+    drafts = state.token_ids.at[rows[:, None], known[:, :-1]].get(mode="clip")
+    num_accepted = count_accepted(drawn, drafts, num_checked)
+    kept = draws[:, None] & (place <= num_accepted[:, None])
+    num_known = num_tokens + jnp.sum(kept, axis=1, dtype=jnp.int32)
+    token_ids = state.token_ids.at[jnp.where(kept, rows[:, None], state.num_rows), known].set(drawn, mode="drop")
+    draft_state, num_drafts = state.drafts, None
+    if draft_state is not None and config.speculative is not None:
+        with jax.named_scope("propose"):
+            draft_state, token_ids, num_drafts = draft_state.propose(
+                token_ids, rows, num_known, draws, config.speculative
+            )
+    num_computed = jnp.where(is_first, step.query_lens - num_checked + num_accepted, -undone)
+    updated = dataclasses.replace(
+        state,
+        token_ids=token_ids,
+        # Padding names some row, and adds nothing to it.
+        num_tokens=state.num_tokens.at[rows].add(num_known - step.num_tokens),
+        num_computed_tokens=state.num_computed_tokens.at[rows].add(num_computed),
+        drafts=draft_state,
+    )
+    return updated, StepResult(jnp.where(kept, drawn, -1), logprobs, num_drafts)
+
+
+def _sampling_states(
+    state: BatchState, rows: jax.Array, num_tokens: jax.Array, draws: jax.Array, config: ProgramConfig
+) -> tuple[SamplingState, ProcessingState]:
+    """The options of a step's draws; those that are not made have none.
+
+    rows: [n] int32, of each draw; num_tokens: [n] int32, tokens that it follows; draws: [n] bool, whether it is made.
+    """
+
+    def where_drawn(values: jax.Array, off: float) -> jax.Array:
+        return jnp.where(draws, values[rows], off)
+
+    sampling = SamplingState(
+        temperature=where_drawn(state.temperature, 0),
+        top_k=where_drawn(state.top_k, 0),
+        top_p=where_drawn(state.top_p, 1),
+        min_p=where_drawn(state.min_p, 0),
+        seed=state.seed[rows],
+        position=num_tokens,
+    )
+    processing = ProcessingState(
+        rows=rows,
+        num_prompt_tokens=state.num_prompt_tokens[rows],
+        num_tokens=num_tokens,
+        min_tokens=where_drawn(state.min_tokens, 0),
+        stop_token_ids=state.stop_token_ids[rows],
+        repetition_penalty=where_drawn(state.repetition_penalty, 1),
+        presence_penalty=where_drawn(state.presence_penalty, 0),
+        frequency_penalty=where_drawn(state.frequency_penalty, 0),
+        has_rules=draws & state.has_rules[rows],
+        token_ids=state.token_ids,
+        rules=state.rules,
+        own=jnp.where(draws, state.own_processors[rows], 0),
+        layout=rules_layout(config.model.vocab_size),
+        processors=tuple(processor.function for processor in config.processors),
+    )
+    return sampling, processing
