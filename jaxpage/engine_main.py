@@ -5,6 +5,7 @@ however it went), or when a step raises, which it reports as `Dead` first.
 """
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -54,6 +55,7 @@ def main(requests: str, outputs: str, options: str) -> int:
 
 def _serve(config: EngineConfig, inbox: "zmq.Socket[bytes]", outbox: "zmq.Socket[bytes]") -> NoReturn:
     """Load, say so, and step for ever."""
+    gc.disable()  # there is next to no garbage before the first request, and half a second is spent on looking for it
     from jaxpage.engine_core import EngineCore
     from jaxpage.loops import spare_the_collector
 

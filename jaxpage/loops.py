@@ -53,9 +53,12 @@ class Device(Protocol):
 
 
 def spare_the_collector() -> None:
-    """What is there before serving stays: the garbage collector need not go through it again and again."""
-    gc.collect()
+    """What is there before serving stays: the garbage collector need not go through it again and again.
+
+    Nor need it before, while modules and programs are made: whoever starts an engine may have disabled it until here.
+    """
     gc.freeze()
+    gc.enable()
 
 
 class Loop(ABC):

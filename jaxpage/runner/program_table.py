@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 _MAX_COMPILE_THREADS = 4
 _PATIENCE_SECONDS = 1.0
 _MANY_EDITS = 1024
-_SMALL, _RARE = ("edit",), ("fork", "rules", "score", "score_rows", "pool")
-"""Programs that there is one of each of, see `runner.step`; the rare ones are not waited for before serving."""
+_SMALL = ("edit", "fork", "rules", "score", "score_rows", "pool")
+"""Programs that there is one of each of, see `runner.step`. Few steps need them, and serving need not wait for them."""
 
 
 _DrawShape = tuple[int, int]
@@ -96,13 +96,13 @@ class ProgramTable:
         self._first: list[Future[Any]] = [self._pool.submit(self._compile_first)]
         self._first.append(self._pool.submit(self._compile_draws, self._shape_of(self._buckets[0])))
         self._first.append(self._pool.submit(self._compile_admission, self._capacities[-1]))
-        self._small = {name: self._pool.submit(self._compile_small, name) for name in _SMALL}
+        self._small: dict[str, Future[jax.stages.Compiled]] = {}
 
     @property
     def num_wanted(self) -> int:
         """Programs that there will be."""
         num_draws = len(self._draw_shapes) * (len(self._kinds) + 1)
-        return len(_SMALL) + len(_RARE) + len(self._capacities) + len(self._buckets) + num_draws
+        return len(_SMALL) + len(self._capacities) + len(self._buckets) + num_draws
 
     @property
     def token_budget(self) -> int:
@@ -121,12 +121,14 @@ class ProgramTable:
 
         What compiles in the background leaves the first step its cores: see `go_on`.
         """
-        for program in (*self._first, *self._small.values()):
+        for program in self._first:
             program.result()
         if not background:
             self.go_on()
-        self._draw_any = {shape: self._later(self._compile_draw, shape, Draw.ANY) for shape in self._draw_shapes}
-        self._small |= {name: self._later(self._compile_small, name) for name in _RARE}
+        first, *others = self._draw_shapes
+        self._draw_any = {first: self._later(self._compile_draw, first, Draw.ANY)}
+        self._small = {name: self._later(self._compile_small, name) for name in _SMALL}
+        self._draw_any |= {shape: self._later(self._compile_draw, shape, Draw.ANY) for shape in others}
         self._shorter = [self._later(self._compile_admission, capacity) for capacity in self._capacities[:-1]]
         logger.info("%d of %d programs are ready: serving", self._store.stats.num_programs, self.num_wanted)
         rest = self._buckets[1:]
@@ -184,9 +186,8 @@ class ProgramTable:
         return ready[min(each for each in ready if each >= kind)]
 
     def __getitem__(self, name: str) -> jax.stages.Compiled:
-        """One of the small programs by its name in `runner.step`; waits for a rare one that is not ready yet."""
-        if name in _RARE:
-            self.go_on()
+        """One of the small programs by its name in `runner.step`; waits for one that is not ready yet."""
+        self.go_on()
         return self._small[name].result()
 
     def _later[T](self, work: Callable[..., T], *what: Any) -> Future[T]:
