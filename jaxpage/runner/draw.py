@@ -52,9 +52,10 @@ def draw_tokens(
     """
     step = state.step_rows(logits.shape[0] // num_draws)
     rows, num_tokens, draws, num_checked = step.rows, step.num_tokens, step.draws, step.num_checked
-    is_first, undone = jnp.ones_like(draws), jnp.zeros_like(rows)
+    is_first, undone, mask = jnp.ones_like(draws), jnp.zeros_like(rows), None
     if told is not None:
         is_first, draws_again = told[:, 0] == DRAW, told[:, 0] == DRAW_AGAIN
+        mask = TokenMask(jnp.repeat(draws_again, num_draws), jnp.repeat(told[:, 1:], num_draws, axis=0))
         # Back to where the step stood when it drew; a draw that is undone takes the row's last computed token with it.
         undone = (told[:, 0] == UNDO_DRAW).astype(jnp.int32)
         num_tokens = num_tokens - undone - draws_again
@@ -64,19 +65,10 @@ def draw_tokens(
     known = num_tokens[:, None] + place  # what each draw follows
     drawing = draws[:, None] & (place <= num_checked[:, None])
     of_row, wanted = jnp.repeat(rows, num_draws), drawing.reshape(-1)
-    logprobs = None
+    options = _sampling_states(state, of_row, known.reshape(-1), wanted, config)
     with jax.named_scope("sample"):
-        sampling, processing = _sampling_states(state, of_row, known.reshape(-1), wanted, config)
-        match kind:
-            case Draw.GREEDY:
-                drawn = sample_greedy(logits)
-            case Draw.RANDOM:
-                decide = jax.lax.cond if target.gpu is None else do_everything
-                drawn = sample_random(logits, sampling, target.place_logits, decide)
-            case Draw.ANY:
-                assert told is not None
-                mask = TokenMask(jnp.repeat(~is_first, num_draws), jnp.repeat(told[:, 1:], num_draws, axis=0))
-                drawn = sample(logits, sampling, processing, mask, target.place_logits)
+        drawn = _sample(logits, *options, mask, kind, target)
+    logprobs = None
     if kind is Draw.ANY:
         with jax.named_scope("logprobs"):
             asked = jnp.where(wanted, state.num_logprobs[of_row], -1)
@@ -104,6 +96,24 @@ def draw_tokens(
         drafts=draft_state,
     )
     return updated, StepResult(jnp.where(kept, drawn, -1), logprobs, num_drafts)
+
+
+def _sample(
+    logits: jax.Array,
+    sampling: SamplingState,
+    processing: ProcessingState,
+    mask: TokenMask | None,
+    kind: Draw,
+    target: Target,
+) -> jax.Array:
+    match kind:
+        case Draw.GREEDY:
+            return sample_greedy(logits)
+        case Draw.RANDOM:
+            decide = jax.lax.cond if target.gpu is None else do_everything
+            return sample_random(logits, sampling, target.place_logits, decide)
+        case Draw.ANY:
+            return sample(logits, sampling, processing, mask, target.place_logits)
 
 
 def _sampling_states(
