@@ -110,10 +110,12 @@ def compare_offline(url: str, llm: LLM, args: argparse.Namespace) -> Result:
         if texts["http"] != texts["offline"]:
             raise ConfigError(f"{url} gives other texts than LLM.generate: no work of theirs can be compared")
     http, offline = rates["http"][1:], rates["offline"][1:]  # the first turn of either pays for page faults and caches
+    ratios = [*map(operator.truediv, http, offline)]
     return {
         "http_output_throughput": statistics.median(http),
         "offline_output_throughput": statistics.median(offline),
-        "http_of_offline": statistics.median(map(operator.truediv, http, offline)),
+        "http_of_offline": statistics.median(ratios),
+        "http_of_offline_each": " ".join(f"{ratio:.3f}" for ratio in ratios),
     }
 
 

@@ -41,6 +41,9 @@ BACKLOG = 2048
 """Connections that may wait to be accepted."""
 KEEP_ALIVE_SECONDS = 60
 """How long an idle connection is kept; longer than clients' pools do, so that they close first."""
+COLLECTOR_THRESHOLDS = (700, 2, 500)
+"""The middle generation is looked through in pieces of 3 ms and not 15, and all of it a fiftieth as often: 500 open
+requests take 50 ms and, when they have ended, leave no cycles."""
 FLUSH_SECONDS = 0.5
 """How long a client may take to read the end of a response that was ended for it."""
 
@@ -227,6 +230,10 @@ def url_of(listener: socket.socket, config: ServerConfig) -> str:
 
 
 def spare_the_collector() -> None:
-    """What is there before serving stays: looking through it for garbage takes a tenth of a second each time."""
+    """What is there before serving stays: looking through it for garbage takes a tenth of a second each time.
+
+    What a burst of requests brings is looked through in small pieces.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*COLLECTOR_THRESHOLDS)
