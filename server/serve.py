@@ -163,9 +163,9 @@ async def run_engine(service: Service, url: str, uds: str | None) -> None:
     print(f"listening on {where} while {model_name} loads", flush=True)
     try:
         await engine.start()
+        spare_the_collector()
         await engine.wait_ready()
         _ = service.dialect  # it logs what is chosen
-        spare_the_collector()
     except JaxpageError as error:
         logger.error("cannot serve %s: %s", model_name, error)
         return
