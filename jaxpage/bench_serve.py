@@ -7,6 +7,7 @@ token, per token and between tokens, throughput, and the CPU time of the server'
 import argparse
 import asyncio
 import contextlib
+import operator
 import os
 import random
 import re
@@ -14,14 +15,17 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxpage.bench_client import Answer, stream_completion
+from jaxpage.bench_client import Answer, Exchange, ask, read
 from jaxpage.bench_health import watched
 from jaxpage.config import flag
 from jaxpage.errors import ConfigError
+from jaxpage.llm import LLM
+from jaxpage.sampling_params import SamplingParams
 
 Result = dict[str, float | int | str | None]
 METRICS = {"ttft": "Time to First Token", "tpot": "Time per Output Token (excl. 1st token)"}
@@ -46,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--metric-percentiles", default="99", metavar="P,...", help="percentiles to report (%(default)s)")
     add("--goodput", nargs="+", default=[], metavar="M:MS", help="bounds that a good request keeps, such as ttft:500")
     add("--watch-health", action="store_true", help="report how long /health takes meanwhile, asked every 20 ms")
+    add(
+        "--compare-offline",
+        type=int,
+        metavar="N",
+        help="do as much work N times more over HTTP and with LLM.generate, in turns, and report the ratio",
+    )
     add("--seed", type=int, default=0, metavar="S", help="of prompts, arrivals and engine (%(default)s)")
     add("--json", action="store_true", help="print one JSON object")
 
@@ -68,8 +78,45 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> Result:
             bodies = _bodies(args, args.num_prompts, args.seed)
             answers = asyncio.run(ask_all(url, bodies, delays, args.max_concurrency))
         cpu_after = api_cpu_seconds(base_url)
+        compared: Result = {}
+        if args.compare_offline is not None:
+            with LLM(**_sized(engine_options, args)) as llm:
+                compared = compare_offline(url, llm, args)
     cpu = None if cpu_before is None or cpu_after is None else cpu_after - cpu_before
-    return summary(args, answers, cpu) | _of_health(health)
+    return summary(args, answers, cpu) | _of_health(health) | compared
+
+
+def compare_offline(url: str, llm: LLM, args: argparse.Namespace) -> Result:
+    """The same prompts over HTTP and offline, by engines that are alike and one at a time. Ratios are of each turn."""
+    params = SamplingParams(temperature=0, max_tokens=args.random_output_len, ignore_eos=True)
+    rates: dict[str, list[float]] = {"http": [], "offline": []}
+    texts: dict[str, list[str]] = {}
+    for turn in range(args.compare_offline + 1):
+        bodies = _bodies(args, args.num_prompts, f"{args.seed} compared {turn}")
+        prompts = [body["prompt"] for body in bodies]
+        for way in ("http", "offline") if turn % 2 else ("offline", "http"):
+            started = time.perf_counter()
+            if way == "http":
+                answers = asyncio.run(ask_all(url, bodies, [0.0] * len(bodies), args.max_concurrency))
+                seconds = max(answer.ended for answer in answers) - started
+                if failed := [answer.error for answer in answers if answer.error is not None]:
+                    raise ConfigError(f"{len(failed)} of {len(answers)} requests were not answered: {failed[0]}")
+                texts[way] = [answer.text for answer in answers]
+            else:
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                seconds = time.perf_counter() - started
+                texts[way] = [output.outputs[0].text for output in outputs]
+            rates[way].append(args.num_prompts * args.random_output_len / seconds)
+        if texts["http"] != texts["offline"]:
+            raise ConfigError(f"{url} gives other texts than LLM.generate: no work of theirs can be compared")
+    http, offline = rates["http"][1:], rates["offline"][1:]  # the first turn of either pays for page faults and caches
+    ratios = [*map(operator.truediv, http, offline)]
+    return {
+        "http_output_throughput": statistics.median(http),
+        "offline_output_throughput": statistics.median(offline),
+        "http_of_offline": statistics.median(ratios),
+        "http_of_offline_each": " ".join(f"{ratio:.3f}" for ratio in ratios),
+    }
 
 
 async def ask_all(
@@ -79,12 +126,12 @@ async def ask_all(
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get("OPENAI_API_KEY")) else {}
 
-    async def ask(body: dict[str, Any], delay: float) -> Answer:
+    async def ask_one(body: dict[str, Any], delay: float) -> Exchange:
         await asyncio.sleep(delay)
         async with places:
-            return await stream_completion(url, body, headers)
+            return await ask(url, body, headers)
 
-    return await asyncio.gather(*map(ask, bodies, delays))
+    return [read(exchange) for exchange in await asyncio.gather(*map(ask_one, bodies, delays))]
 
 
 def arrival_times(num_requests: int, rate: float, burstiness: float, seed: int) -> list[float]:
@@ -212,7 +259,7 @@ def _sized(engine_options: dict[str, Any], args: argparse.Namespace) -> dict[str
     return sized | {"background_compile": False} | engine_options
 
 
-def _bodies(args: argparse.Namespace, num_requests: int, seed: int) -> list[dict[str, Any]]:
+def _bodies(args: argparse.Namespace, num_requests: int, seed: int | str) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     named = {} if args.served_model_name is None else {"model": args.served_model_name}
     fixed = named | {"max_tokens": args.random_output_len, "temperature": 0, "ignore_eos": True}
@@ -240,9 +287,18 @@ def _bounds(goodput: Sequence[str]) -> dict[str, float]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("num_prompts", "random_input_len", "random_output_len", "vocab_size", "max_concurrency"):
+    for name in (
+        "num_prompts",
+        "random_input_len",
+        "random_output_len",
+        "vocab_size",
+        "max_concurrency",
+        "compare_offline",
+    ):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"{flag(name)} is {value}: it must be at least 1")
+    if args.compare_offline is not None and args.base_url is not None:
+        raise ConfigError("--compare-offline takes a server of the bench's own, with the same engine: drop --base-url")
     for name in ("request_rate", "burstiness"):
         if not getattr(args, name) > 0:
             raise ConfigError(f"{flag(name)} is {getattr(args, name)}: it must be more than 0")

@@ -31,7 +31,6 @@ from jaxpage.server.request_log import REQUEST_ID_HEADER, RequestLog, record_of
 from jaxpage.server.responses import create_response, delete_response, get_response
 from jaxpage.server.service import Service, service_of
 from jaxpage.server.tokenization import detokenize, tokenize
-from jaxpage.server.turnstile import Turnstile
 from jaxpage.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def build_app(engine: "AsyncEngine", config: ServerConfig) -> Starlette:
 
 def _middleware(config: ServerConfig) -> list[Middleware]:
     """What every request passes, from the outside in: browsers ask without a key what they may do."""
-    found = [Middleware(RequestLog, enabled=config.log_requests), Middleware(Turnstile)]
+    found = [Middleware(RequestLog, enabled=config.log_requests)]
     if config.allowed_origins:
         found.append(
             Middleware(

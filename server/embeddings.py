@@ -206,7 +206,7 @@ async def _answer(
         return msgspec.json.encode(reply(vectors, PromptUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)))
 
     with contextlib.closing(generation):
-        outputs = await unless_disconnected(http_request, generation.finished())
+        outputs = await unless_disconnected(http_request.receive, generation.finished())
         # In a thread: thousands of vectors are millions of numbers to write.
         content = await asyncio.to_thread(whole, outputs) if len(outputs) > FEW_PROMPTS else whole(outputs)
     return Response(content, media_type="application/json")

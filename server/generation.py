@@ -9,7 +9,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.server.errors import ApiError
@@ -163,10 +164,10 @@ class Generation:
                 raise ApiError(500, f"the engine ended the request early: {output.finish_reason}", code="engine_error")
 
 
-async def unless_disconnected[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled as soon as the client leaves. Raises `ClientDisconnect` then."""
     task = asyncio.create_task(work)
-    watch = asyncio.create_task(_disconnected(request))
+    watch = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -178,6 +179,6 @@ async def unless_disconnected[T](request: Request, work: Coroutine[Any, Any, T])
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass

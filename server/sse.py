@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -30,14 +30,14 @@ async def whole_response(
 ) -> Response:
     """The reply made from the final outputs. Raises what ends the request early, the client's leaving included."""
     with contextlib.closing(generation):
-        outputs = await unless_disconnected(http_request, generation.finished())
+        outputs = await unless_disconnected(http_request.receive, generation.finished())
         return Response(msgspec.json.encode(reply(outputs)), media_type="application/json")
 
 
 async def event_response(http_request: Request, generation: Generation, frames: AsyncIterator[bytes]) -> Response:
     """A stream of `frames`, once the first token is there: what fails before it still gets a status of its own."""
     try:
-        await unless_disconnected(http_request, generation.started())
+        await unless_disconnected(http_request.receive, generation.started())
     except BaseException:
         generation.close()
         raise
@@ -53,8 +53,8 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application that a response is."""
-        with contextlib.closing(self._generation):
-            await super().__call__(scope, receive, send)
+        with contextlib.closing(self._generation), contextlib.suppress(ClientDisconnect):
+            await unless_disconnected(receive, self.stream_response(send))
 
 
 async def data_frames(chunks: AsyncIterator[msgspec.Struct]) -> AsyncIterator[bytes]:

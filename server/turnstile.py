@@ -1,24 +1,65 @@
 """New requests one after the other: a burst of them must not keep everybody else waiting.
 
-Whatever arrives at once is otherwise parsed, checked and admitted in one turn of the event loop, in which no token is
-sent and no /health answered.
+In: connections' bytes. Out: the same to uvicorn's HTTP parser, those that begin a POST in turns. Whatever arrives at
+once is otherwise parsed, checked and admitted in one turn of the event loop, in which no token is sent and no /health
+answered.
 """
 
 import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class Turnstile:
-    """Middleware that lets one request with a body in per turn of the event loop."""
+    """Lets one in per turn of the event loop, in order of arrival."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._lock = asyncio.Lock()
+    def __init__(self) -> None:
+        self._line: deque[Callable[[], None]] = deque()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application that middleware is."""
-        if scope["type"] == "http" and scope["method"] == "POST":
-            async with self._lock:
-                await asyncio.sleep(0)
-        await self._app(scope, receive, send)
+    def join(self, enter: Callable[[], None]) -> None:
+        """Call `enter` when it is its turn."""
+        self._line.append(enter)
+        if len(self._line) == 1:
+            asyncio.get_running_loop().call_soon(self._let_one_in)
+
+    def _let_one_in(self) -> None:
+        enter = self._line.popleft()
+        if self._line:
+            asyncio.get_running_loop().call_soon(self._let_one_in)
+        enter()
+
+
+class PatientProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP connection, which waits at a turnstile before it reads a POST; other requests cost little."""
+
+    def __init__(self, turnstile: Turnstile, **options: Any) -> None:
+        super().__init__(**options)
+        self._turnstile = turnstile
+        self._unread = b""
+        """What has come of a request that waits."""
+
+    def data_received(self, data: bytes) -> None:
+        """More bytes, of a new request or of one that has begun."""
+        if self._unread:
+            self._unread += data
+        elif data.startswith(b"POST "):
+            self._unread = data
+            self._unset_keepalive_if_required()
+            self.flow.pause_reading()
+            self._turnstile.join(self._read)
+        else:
+            super().data_received(data)
+
+    def _read(self) -> None:
+        data, self._unread = self._unread, b""
+        if data and not self.transport.is_closing():
+            self.flow.resume_reading()
+            super().data_received(data)
+
+    def shutdown(self) -> None:
+        """The server stops: who waits is told so, as a request."""
+        self._read()
+        super().shutdown()

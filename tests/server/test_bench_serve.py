@@ -1,10 +1,11 @@
 """`jaxpage bench serve` against a server on the fake engine."""
 
+import argparse
 import asyncio
 import itertools
 import json
 import statistics
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from conftest import ready_engine
@@ -15,10 +16,12 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from jaxpage import cli
-from jaxpage.bench_client import Answer, stream_completion
+from jaxpage.bench_client import Answer, Exchange, ask, read
 from jaxpage.bench_health import watched
-from jaxpage.bench_serve import arrival_times, ask_all, percentile
+from jaxpage.bench_serve import arrival_times, ask_all, compare_offline, percentile
 from jaxpage.errors import ConfigError
+from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.sampling_params import SamplingParams
 from jaxpage.server.app import build_app
 from jaxpage.server_config import ServerConfig
 
@@ -43,7 +46,7 @@ def test_the_result_has_vllms_names_and_adds_up(
     for metric in ("ttft", "tpot", "itl", "e2el"):
         assert {f"{kind}_{metric}_ms" for kind in ("mean", "median", "std", "p50", "p99.9")} <= result.keys()
         assert result[f"p50_{metric}_ms"] == pytest.approx(result[f"median_{metric}_ms"])
-    assert result["mean_ttft_ms"] < result["mean_e2el_ms"] <= 1e3 * result["duration"]
+    assert 0 < result["mean_ttft_ms"] <= result["mean_e2el_ms"] <= 1e3 * result["duration"]
     assert result["api_cpu_us_per_token"] == pytest.approx(1e6 * result["api_cpu_s"] / 24)
     assert bench(url, capsys, "--goodput", "ttft:0", "tpot:60000")["request_goodput"] == 0
 
@@ -100,6 +103,43 @@ def test_health_is_watched_meanwhile(url: str, engine: FakeEngine, capsys: pytes
         pass
 
 
+class Offline:
+    """Answers as the fake engine does, or `text`."""
+
+    def __init__(self, text: str | None = None) -> None:
+        self.text, self.seen = text, list[list[int]]()
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams, use_tqdm: bool) -> list[RequestOutput]:
+        self.seen += prompts
+        text = self.text or Script().text[: params.max_tokens]
+        return [RequestOutput("", None, prompt, [CompletionOutput(0, text, [])], True) for prompt in prompts]
+
+
+def test_offline_and_http_do_the_same_new_work_in_each_turn(url: str, engine: FakeEngine) -> None:
+    args = argparse.Namespace(
+        num_prompts=6,
+        random_input_len=3,
+        random_output_len=4,
+        vocab_size=200,
+        max_concurrency=None,
+        served_model_name=None,
+        seed=0,
+        compare_offline=2,
+    )
+    llm: Any = Offline()
+    result = compare_offline(f"{url}/v1/completions", llm, args)
+    assert sorted(llm.seen) == sorted(engine.seen_prompts)
+    assert len({tuple(prompt) for prompt in llm.seen}) == 3 * 6, "the first turn warms up"
+    assert result["http_output_throughput"] > 0
+    first, second = map(float, str(result["http_of_offline_each"]).split())
+    assert result["http_of_offline"] == pytest.approx((first + second) / 2, abs=0.001)
+    with pytest.raises(ConfigError, match="gives other texts than LLM"):
+        compare_offline(f"{url}/v1/completions", cast("Any", Offline("Hell.")), args)
+    engine.scripts[""] = Script(fail_after=2)
+    with pytest.raises(ConfigError, match="6 of 6 requests were not answered"):
+        compare_offline(f"{url}/v1/completions", llm, args)
+
+
 def test_a_stream_that_ends_with_an_error_or_is_none_is_a_failure() -> None:
     async def nothing(request: object) -> PlainTextResponse:
         return PlainTextResponse("no events here")
@@ -108,12 +148,42 @@ def test_a_stream_that_ends_with_an_error_or_is_none_is_a_failure() -> None:
     engine.scripts["f"] = Script(fail_after=2, delay=0.01)
     app = build_app(engine, ServerConfig(log_requests=False))
     with served(app) as url, served(Starlette(routes=[Route("/", nothing, methods=["POST"])])) as other:
-        fault = asyncio.run(stream_completion(f"{url}/v1/completions", {"prompt": "f"}))
-        plain = asyncio.run(stream_completion(f"{other}/", {}))
-    gone = asyncio.run(stream_completion(f"{url}/v1/completions", {"prompt": "x"}))
+        fault = read(asyncio.run(ask(f"{url}/v1/completions", {"prompt": "f"})))
+        plain = read(asyncio.run(ask(f"{other}/", {})))
+    gone = read(asyncio.run(ask(f"{url}/v1/completions", {"prompt": "x"})))
     assert "internal server error" in (fault.error or "")
     assert plain.error == "no text came"
     assert "ConnectionRefused" in (gone.error or "")
+
+
+CHUNK = b'data: {"choices": [{"text": "ab"}], "usage": {"completion_tokens": 3, "prompt_tokens": 2}}\n\n'
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(CHUNK), CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("sent", "text", "error"),
+    [
+        (CHUNKED + b"0\r\n\r\n", "ab", None),
+        (CHUNKED, "ab", "EOFError: the answer broke off"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + CHUNK * 2 + b"data: [DONE]\n\n", "abab", None),
+        (b"HTTP/1.1 429 Busy\r\nContent-Length: 5\r\n\r\nlater", "", "ValueError: 429 later"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\ndata: [\n", "", "JSONDecodeError"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\ndata: {}\n", "", "KeyError"),
+        (b"what?", "", "HttpParserError"),
+        (b"", "", "EOFError: the connection was closed without an answer"),
+    ],
+)
+def test_bytes_are_read_as_they_are_meant_wherever_they_were_cut(sent: bytes, text: str, error: str | None) -> None:
+    async def arrived(size: int) -> Exchange:
+        exchange = Exchange()
+        exchange.pieces = [(float(place), sent[place : place + size]) for place in range(0, len(sent), size)]
+        return exchange
+
+    for size in (1, 7, 10_000):
+        answer = read(asyncio.run(arrived(size)))
+        assert answer.text == text
+        assert (answer.error is None) if error is None else (error in (answer.error or "")), answer.error
+        assert answer.error is not None or (answer.num_output_tokens, answer.num_input_tokens) == (3, 2)
 
 
 def test_moments_become_latencies() -> None:
@@ -145,6 +215,8 @@ def test_a_percentile_lies_between_its_neighbours() -> None:
         (["--goodput", "ttft"], "--goodput 'ttft'"),
         (["--goodput", "itl:5"], "--goodput 'itl:5'"),
         (["--percentile-metrics", "ttft,speed"], "--percentile-metrics has 'speed'"),
+        (["--compare-offline", "0"], "--compare-offline is 0"),
+        (["--compare-offline", "1"], "drop --base-url"),
         (["--metric-percentiles", "101"], "--metric-percentiles has '101'"),
     ],
 )

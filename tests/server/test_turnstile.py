@@ -1,20 +1,24 @@
 """Many requests at once take turns with whatever else the event loop has to do."""
 
 import asyncio
+import contextlib
+import functools
 import itertools
+import socket
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from jaxpage.server.turnstile import Turnstile
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from jaxpage.server.turnstile import PatientProtocol, Turnstile
 
 
-def test_requests_of_a_burst_are_let_in_one_per_turn_and_in_their_order() -> None:
-    """A question without a body goes before all of them, and between two of them others have a turn."""
-    seen: list[tuple[str, int]] = []
+def test_a_burst_is_let_in_one_per_turn_and_in_its_order() -> None:
+    """Between two of it others have a turn; and who comes later is let in, too."""
+    seen: list[tuple[int, int]] = []
     turns = itertools.count()
     turn = 0
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append((scope["path"], turn))
 
     async def count_turns() -> None:
         nonlocal turn
@@ -22,14 +26,160 @@ def test_requests_of_a_burst_are_let_in_one_per_turn_and_in_their_order() -> Non
             turn = next(turns)
             await asyncio.sleep(0)
 
-    async def burst() -> None:
-        turnstile: Any = Turnstile(app)
+    async def bursts() -> None:
+        turnstile = Turnstile()
         counting = asyncio.create_task(count_turns())
-        asked = [{"type": "http", "method": "POST", "path": f"/{index}"} for index in range(5)]
-        asked.append({"type": "http", "method": "GET", "path": "/health"})
-        await asyncio.gather(*(turnstile(scope, None, None) for scope in asked))
+        for first in (0, 5):
+            for index in range(first, first + 5):
+                turnstile.join(lambda index=index: seen.append((index, turn)))
+            while len(seen) < first + 5:
+                await asyncio.sleep(0)
         counting.cancel()
 
-    asyncio.run(burst())
-    assert [path for path, _ in seen] == ["/health", "/0", "/1", "/2", "/3", "/4"]
-    assert len({when for _, when in seen}) == 6
+    asyncio.run(bursts())
+    assert [index for index, _ in seen] == [*range(10)]
+    assert len({when for _, when in seen}) == 10
+
+
+class Shut(Turnstile):
+    """Lets in whom the test lets in."""
+
+    def __init__(self) -> None:
+        self.line: list[Callable[[], None]] = []
+
+    def join(self, enter: Callable[[], None]) -> None:
+        self.line.append(enter)
+
+    async def wait_for(self, number: int) -> None:
+        while len(self.line) < number:
+            await asyncio.sleep(0.001)
+
+
+class Site:
+    """A server behind a shut turnstile, which says the length of what is sent to it."""
+
+    def __init__(self, port: int, server: uvicorn.Server, turnstile: Shut) -> None:
+        self._port, self.server, self.turnstile = port, server, turnstile
+        self.seen: list[str] = []
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.seen.append(scope["path"])
+        size, more = 0, True
+        while more:
+            message = await receive()
+            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+        answer = str(size).encode()
+        headers = [(b"content-length", str(len(answer)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": answer})
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers.append(writer)
+        return reader, writer
+
+    async def close(self, serving: asyncio.Task[None]) -> None:
+        for writer in self._writers:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        self.server.should_exit = True
+        await serving
+
+
+@contextlib.asynccontextmanager
+async def site() -> AsyncIterator[Site]:
+    turnstile = Shut()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        http: Any = functools.partial(PatientProtocol, turnstile)
+        config = uvicorn.Config("", interface="asgi3", http=http, log_config=None, lifespan="off", ws="none")
+        here = Site(listener.getsockname()[1], uvicorn.Server(config), turnstile)
+        config.app = here.app
+        serving = asyncio.create_task(here.server.serve(sockets=[listener]))
+        while not here.server.started:
+            await asyncio.sleep(0.001)
+        try:
+            yield here
+        finally:
+            await here.close(serving)
+
+
+def post(path: str, body: bytes) -> bytes:
+    return f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def answer_of(reader: asyncio.StreamReader) -> int:
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 "), head
+    (length,) = (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+    return int(await reader.readexactly(length))
+
+
+def test_a_get_goes_before_all_posts_that_wait() -> None:
+    async def run() -> None:
+        async with site() as here:
+            posts = [await here.connect() for _ in range(3)]
+            for index, (_, writer) in enumerate(posts):
+                writer.write(post(f"/{index}", b"x" * index))
+            await here.turnstile.wait_for(3)
+            reader, writer = await here.connect()
+            writer.write(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert await answer_of(reader) == 0
+            assert here.seen == ["/health"]
+            for enter in here.turnstile.line:
+                enter()
+            assert [await answer_of(reader) for reader, _ in posts] == [0, 1, 2]
+
+    asyncio.run(run())
+
+
+def test_a_request_that_waited_is_read_whole_and_the_next_of_its_connection_waits_again() -> None:
+    size = 3_000_000  # more than the sockets hold between the two
+
+    async def run() -> None:
+        async with site() as here:
+            reader, writer = await here.connect()
+            for number in (1, 2):
+                writer.write(post(f"/{number}", b"x" * size))
+                await here.turnstile.wait_for(number)
+                assert len(here.seen) == number - 1
+                here.turnstile.line[-1]()
+                assert await answer_of(reader) == size
+            writer.write(post("/3", b"x") + post("/4", b"xx"))  # one behind the other without waiting
+            await here.turnstile.wait_for(3)
+            here.turnstile.line[-1]()
+            assert [await answer_of(reader), await answer_of(reader)] == [1, 2]
+
+    asyncio.run(run())
+
+
+def test_who_waits_when_the_server_stops_is_answered() -> None:
+    async def run() -> None:
+        async with site() as here:
+            reader, writer = await here.connect()
+            writer.write(post("/late", b"xyz"))
+            await here.turnstile.wait_for(1)
+            here.server.should_exit = True
+            assert await answer_of(reader) == 3
+            here.turnstile.line[0]()
+            assert here.seen == ["/late"]
+
+    asyncio.run(run())
+
+
+def test_who_has_left_is_let_in_without_harm() -> None:
+    async def run() -> None:
+        async with site() as here:
+            _, writer = await here.connect()
+            writer.write(post("/gone", b"xyz"))
+            await here.turnstile.wait_for(1)
+            (connection,) = here.server.server_state.connections
+            connection.transport.abort()
+            while here.server.server_state.connections:
+                await asyncio.sleep(0.001)
+            here.turnstile.line[0]()
+            await asyncio.sleep(0)
+            assert here.seen == []
+
+    asyncio.run(run())
