@@ -20,6 +20,8 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import uvloop
+
 from jaxpage.bench_client import Answer, Exchange, ask, read
 from jaxpage.bench_health import watched
 from jaxpage.config import flag
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> Result:
         if base_url is None:
             base_url = stack.enter_context(own_server(_sized(engine_options, args)))
         url = base_url.rstrip("/") + args.endpoint
-        (first,) = asyncio.run(ask_all(url, _bodies(args, 1, seed=-1), [0.0], None))  # not counted, as in vLLM
+        (first,) = uvloop.run(ask_all(url, _bodies(args, 1, seed=-1), [0.0], None))  # not counted, as in vLLM
         if first.error is not None:
             raise ConfigError(f"{url} does not answer as it should: {first.error}")
         delays = arrival_times(args.num_prompts, args.request_rate, args.burstiness, args.seed)
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> Result:
         health: list[float] = []
         with watched(base_url) if args.watch_health else contextlib.nullcontext(health) as health:
             bodies = _bodies(args, args.num_prompts, args.seed)
-            answers = asyncio.run(ask_all(url, bodies, delays, args.max_concurrency))
+            answers = uvloop.run(ask_all(url, bodies, delays, args.max_concurrency))
         cpu_after = api_cpu_seconds(base_url)
         compared: Result = {}
         if args.compare_offline is not None:
@@ -97,7 +99,7 @@ def compare_offline(url: str, llm: LLM, args: argparse.Namespace) -> Result:
         for way in ("http", "offline") if turn % 2 else ("offline", "http"):
             started = time.perf_counter()
             if way == "http":
-                answers = asyncio.run(ask_all(url, bodies, [0.0] * len(bodies), args.max_concurrency))
+                answers = uvloop.run(ask_all(url, bodies, [0.0] * len(bodies), args.max_concurrency))
                 seconds = max(answer.ended for answer in answers) - started
                 if failed := [answer.error for answer in answers if answer.error is not None]:
                     raise ConfigError(f"{len(failed)} of {len(answers)} requests were not answered: {failed[0]}")

@@ -25,7 +25,8 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with server_process("-m", "jaxpage", "serve", "smollm2-135m", "--port=0", "--max-model-len=1024") as server:
+    # With no options but the port it has the programs of the offline examples.
+    with server_process("-m", "jaxpage", "serve", "smollm2-135m", "--port=0") as server:
         url = server.wait_for_url(GUARD_SECONDS)
         server.wait_until_healthy(GUARD_SECONDS)
         yield url
