@@ -19,7 +19,7 @@ from jaxpage.ops.sampling import (
     token_logprobs,
 )
 from jaxpage.request import Draw
-from jaxpage.runner.plan import DRAW, DRAW_AGAIN, UNDO_DRAW, rules_layout
+from jaxpage.runner.plan import DRAW_AGAIN, FIRST_DRAW, UNDO_DRAW, rules_layout
 from jaxpage.runner.program_config import ProgramConfig
 from jaxpage.runner.state import BatchState
 from jaxpage.speculative.drafts import count_accepted
@@ -54,7 +54,7 @@ def draw_tokens(
     rows, num_tokens, draws, num_checked = step.rows, step.num_tokens, step.draws, step.num_checked
     is_first, undone, mask = jnp.ones_like(draws), jnp.zeros_like(rows), None
     if told is not None:
-        is_first, draws_again = told[:, 0] == DRAW, told[:, 0] == DRAW_AGAIN
+        is_first, draws_again = told[:, 0] == FIRST_DRAW, told[:, 0] == DRAW_AGAIN
         mask = TokenMask(jnp.repeat(draws_again, num_draws), jnp.repeat(told[:, 1:], num_draws, axis=0))
         # Back to where the step stood when it drew; a draw that is undone takes the row's last computed token with it.
         undone = (told[:, 0] == UNDO_DRAW).astype(jnp.int32)

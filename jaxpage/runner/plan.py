@@ -57,13 +57,13 @@ def pack_forks(output: SchedulerOutput, num_rows: int, num_groups: int) -> np.nd
     return packed
 
 
-DRAW, KEEP_DRAW, DRAW_AGAIN, UNDO_DRAW = range(4)
-"""What a place draws: as the step says, and later, if not all is well, what becomes of that token."""
+FIRST_DRAW, KEEP_DRAW, DRAW_AGAIN, UNDO_DRAW = range(4)
+"""What a place draws: as the step says; and, once it has drawn, what becomes of that token."""
 
 
 def pack_draws(num_places: int, vocab_size: int) -> np.ndarray:
     """Every place of a step draws, without a mask. See `pack_redraws`."""
-    return np.full((num_places, 1 + -(-vocab_size // 32)), DRAW, np.int32)
+    return np.full((num_places, 1 + -(-vocab_size // 32)), FIRST_DRAW, np.int32)
 
 
 def pack_redraws(masks: Mapping[int, np.ndarray | None], num_places: int, vocab_size: int) -> np.ndarray:
