@@ -35,3 +35,24 @@ def write_kv(kv_layer: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) 
     new = jnp.stack([k, v], axis=1).astype(kv_layer.dtype)
     block, offset = lax.div(slots, block_size), lax.rem(slots, block_size)
     return kv_layer.at[block, :, offset].set(new, mode="drop", wrap_negative_indices=False)
+
+
+def copy_blocks(
+    buffers: list[jax.Array], source: jax.Array, target: jax.Array, num_copies: jax.Array, *, at_once: bool
+) -> list[jax.Array]:
+    """Copy the blocks `source[:num_copies]` to `target[:num_copies]`.
+
+    No block is a target twice, or a source after it was a target. buffers: one [num_blocks, ...] per layer. source,
+    target: [n] int32; what follows the copies lies past the cache's end. One after another, it costs what is copied.
+    `at_once`, it costs n blocks of scratch memory and has no loop of unknown length, at each turn of which the host of
+    a GPU would wait for the device.
+    """
+    if not at_once:
+
+        def copy_block(index: jax.Array, buffers: list[jax.Array]) -> list[jax.Array]:
+            return [buffer.at[target[index]].set(buffer[source[index]]) for buffer in buffers]
+
+        return lax.fori_loop(0, num_copies, copy_block, buffers)
+    # Read in full before anything is written, or XLA would copy a cache that it reads and writes in one kernel.
+    blocks = [lax.optimization_barrier(buffer.at[source].get(mode="clip")) for buffer in buffers]
+    return [buffer.at[target].set(block, mode="drop") for buffer, block in zip(buffers, blocks, strict=True)]

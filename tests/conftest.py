@@ -10,6 +10,7 @@ import jax
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
+from xdist.scheduler import LoadFileScheduling
 
 sys.path.insert(0, str(Path(__file__).parent / "golden"))
 sys.path.insert(0, str(Path(__file__).parent / "unit"))
@@ -23,28 +24,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-LONGEST = (
-    *(
-        "test_transparency",
-        "test_workload",
-        "test_gpu_code",
-        "test_smollm2_greedy",
-        "test_readme",
-        "test_many_requests",
-    ),
-    *("test_tensor_parallel", "test_real_server", "test_llm", "test_gemma3_greedy"),
+GROUPS = (
+    ("test_transparency", "test_workload"),
+    ("test_real_server", "test_real_options", "test_llm"),
+    ("test_readme",),
+    ("test_smollm2_greedy", "test_structured_output"),
+    ("test_gpu_code",),
+    ("test_gemma3_greedy",),
+    ("test_many_requests",),
 )
-"""Files that take minutes: begun first, or one process would still be at one of them when the others are done."""
+"""Files that run one after another in one process, so that the first compiles for the others. Those that take minutes
+begin first, or one process would still be at one of them when the others are done."""
+_PLACES = {name: (number, turn) for number, names in enumerate(GROUPS) for turn, name in enumerate(names)}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file stay together, in their order."""
+    """Tests of a file stay together, in their order, as they share engines."""
+    items.sort(key=lambda item: _PLACES.get(item.path.stem, (len(GROUPS), 0)))
 
-    def turn(item: pytest.Item) -> int:
-        name = item.path.stem
-        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
-    items.sort(key=turn)
+class ByGroup(LoadFileScheduling):
+    """Gives a process whole groups of files, in the order that they are collected in."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = Path(super()._split_scope(nodeid))
+        return GROUPS[_PLACES[file.stem][0]][0] if file.stem in _PLACES else str(file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByGroup:
+    """Called where tests run in several processes."""
+    config.option.loadscopereorder = False
+    return ByGroup(config, log)
 
 
 @pytest.fixture(scope="session")

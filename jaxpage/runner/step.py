@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpage.models.params import Params
 from jaxpage.models.registry import model_for
 from jaxpage.ops.attention import AttentionMetadata, KVCache, Target, logits_sharding
+from jaxpage.ops.kv_write import copy_blocks
 from jaxpage.ops.launch import GPU
 from jaxpage.ops.sampling import TokenLogprobs, logprobs_at
 from jaxpage.ops.sampling import draw as sampling_draw
@@ -144,10 +145,11 @@ def compile_draw(
 
 def compile_fork(kv_cache: Any, state: Any, packed: Any) -> jax.stages.Compiled:
     """Compile `(kv_cache, state, packed forks) -> (kv_cache, state)`; kv_cache and state are donated."""
+    target = _target_of(kv_cache.buffers[0].sharding.mesh)
 
     def fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCache, BatchState]:
         trace_counts["fork"] += 1
-        return _fork(kv_cache, state, packed)
+        return _fork(kv_cache, state, packed, target)
 
     jitted = jax.jit(fork, donate_argnums=(0, 1), out_shardings=_shardings((kv_cache, state)))
     return _compiled(jitted, kv_cache, state, packed)
@@ -240,13 +242,13 @@ def _edit(state: BatchState, edits: jax.Array) -> BatchState:
     )
 
 
-def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCache, BatchState]:
+def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array, target: Target) -> tuple[KVCache, BatchState]:
     plan = unpack_forks(packed, state.num_rows)
-    source, target, token_id = plan.row_forks
+    source, copy, token_id = plan.row_forks
     rows = jnp.minimum(source, state.num_rows - 1)
 
     def copy_rows(array: jax.Array) -> jax.Array:
-        return array.at[target].set(array[rows], mode="drop")
+        return array.at[copy].set(array[rows], mode="drop")
 
     copied = {
         field.name: jax.tree.map(copy_rows, getattr(state, field.name))
@@ -254,14 +256,11 @@ def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[KVCa
         if field.name not in ("block_tables", "places", "hidden")
     }
     copied["block_tables"] = jax.vmap(copy_rows)(state.block_tables)
-    last = copied["num_tokens"].at[target].get(mode="clip") - 1
-    copied["token_ids"] = copied["token_ids"].at[target, last].set(token_id, mode="drop")
-
-    def copy_block(index: jax.Array, buffers: list[jax.Array]) -> list[jax.Array]:
-        source_id, target_id = plan.copies[0, index], plan.copies[1, index]
-        return [buffer.at[target_id].set(buffer[source_id]) for buffer in buffers]
-
-    buffers = jax.lax.fori_loop(0, plan.num_copies, copy_block, kv_cache.buffers)
+    last = copied["num_tokens"].at[copy].get(mode="clip") - 1
+    copied["token_ids"] = copied["token_ids"].at[copy, last].set(token_id, mode="drop")
+    buffers = copy_blocks(
+        kv_cache.buffers, plan.copies[0], plan.copies[1], plan.num_copies, at_once=target.gpu is not None
+    )
     return dataclasses.replace(kv_cache, buffers=buffers), dataclasses.replace(state, **copied)
 
 

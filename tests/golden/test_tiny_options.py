@@ -260,16 +260,16 @@ def test_b17_bad_words_hold_for_every_sequence(llm: LLM) -> None:
     "options", [{"repetition_penalty": 1.3}, {"presence_penalty": 1.5}, {"frequency_penalty": 1.5}], ids=str
 )
 def test_b22_penalties_are_over_the_right_tokens_also_from_a_cached_prefix_and_after_preemption(
-    llm: LLM, model: LoadedModel, tiny_options: dict[str, Any], options: dict[str, Any]
+    llm: LLM, model: LoadedModel, options: dict[str, Any]
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=20, logprobs=5, ignore_eos=True, **options)
     assert llm.reset_prefix_cache()
     outputs = [generate(llm, PROMPT, params)[0] for _ in range(2)]
     assert [output.num_cached_tokens > 0 for output in outputs] == [False, True]
     assert wrong_tokens(llm, model, outputs, [params] * 2) == []
-    with LLM(**tiny_options | {"num_blocks": 22}, multiprocess=False) as small:
-        preempted = generate(small, [PROMPT, PROMPT[1:], PROMPT[2:]], params)
-        assert small.stats["num_preemptions"] > 0
+    with exchanged_host(llm, num_blocks=22) as small:
+        preempted = generate(llm, [PROMPT, PROMPT[1:], PROMPT[2:]], params)
+        assert small.num_preemptions > 0
     assert wrong_tokens(llm, model, preempted, [params] * 3) == []
     plain = generate(llm, PROMPT, SamplingParams(temperature=0, max_tokens=1, logprobs=5, ignore_eos=True))[0]
     first = outputs[0].outputs[0]

@@ -16,16 +16,29 @@ SUFFIX = [260, 282, 253]
 """Three tokens of text in either vocabulary."""
 
 
-@pytest.fixture(scope="module", params=CASES)
+PARAMS = {"greedy": GREEDY, "seeded": SEEDED}
+SAMPLE = [("smollm2-135m", "greedy"), ("gemma3-270m", "seeded")]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every model with all of `PARAMS` or, unless a test run is a full one, with one of them."""
+    if "params" in metafunc.fixturenames:
+        pairs = [(model, params) for model in CASES for params in PARAMS]
+        chosen = pairs if metafunc.config.getoption("--full") else SAMPLE
+        metafunc.parametrize(("model", "params"), chosen, indirect=True, scope="module")
+    else:
+        metafunc.parametrize("model", CASES, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, full: bool) -> Iterator[Model]:
     with open_model(request.param, full=full) as model:
         yield model
 
 
-@pytest.fixture(scope="module", params=[GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.fixture(scope="module")
 def params(request: pytest.FixtureRequest) -> SamplingParams:
-    params: SamplingParams = request.param
-    return params
+    return PARAMS[request.param]
 
 
 @pytest.fixture(scope="module")

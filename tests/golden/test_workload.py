@@ -12,7 +12,7 @@ from jaxpage import RequestOutput, SamplingParams, StructuredOutputsParams
 from jaxpage.frontend import open_request
 from jaxpage.loops import LOOPS
 
-NUM_REQUESTS = {"smollm2-135m": 80, "gemma3-270m": 40}
+NUM_REQUESTS = {"smollm2-135m": 50, "gemma3-270m": 20}
 FULL_NUM_REQUESTS = 200
 STRUCTURES = (
     *[None] * 4,

@@ -3,7 +3,7 @@
 A process of its own: Triton compiles or interprets, as it was imported, and JAX finds GPUs or not.
 
 Every bucket of every engine is compiled until its facts are settled: XLA's passes run as they are, and what they leave
-is not made into good machine code. So are the draws behind the largest decode.
+is not made into good machine code. So are forks, and the draws behind the largest decode.
 """
 
 import dataclasses
@@ -28,11 +28,12 @@ from jaxpage.runner import step
 from jaxpage.runner.blueprint import Blueprint, draw_blueprint
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.gpu_targets import TARGETS, compiler_options, described_mesh
-from jaxpage.runner.plan import NUM_EDITS, pack_edits
+from jaxpage.runner.plan import NUM_EDITS, empty_forks, pack_edits
 from jaxpage.runner.program_facts import entry_of, facts_of
 from jaxpage.runner.program_table import draw_arguments
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE = 2, 2048, 16
+KV_SHAPE = rf"bf16\[{NUM_BLOCKS},2,{BLOCK_SIZE},\d+,\d+\]"
 LARGE = {  # Llama 3.1 8B, but for the number of its layers
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 128256,
@@ -77,11 +78,21 @@ def describe_step(it: Blueprint, bucket: Bucket) -> dict[str, Any]:
     program = step.compile_step(it.program_config, bucket, it.shapes.params, it.shapes.kv_cache, it.shapes.state, edits)
     text = program.as_text()
     launches = [line for line in entry_of(text).splitlines() if re.search(r" (?:fusion|custom-call|copy)\(", line)]
-    kv_shape = rf"bf16\[{NUM_BLOCKS},2,{BLOCK_SIZE},\d+,\d+\]"
-    return describe(program) | {
+    return describe_with_cache(it, program) | {
         "launches_per_layer": sum("jit(layer)" in line for line in launches) / NUM_LAYERS,
-        "makers_of_kv": sorted(set(re.findall(rf"= {kv_shape}\S* ([a-z\-]+)\(", text))),
-        "kv_copies": len(re.findall(rf"{kv_shape}[^\n]* copy(?:-start)?\(", text)),
+        "makers_of_kv": sorted(set(re.findall(rf"= {KV_SHAPE}\S* ([a-z\-]+)\(", text))),
+    }
+
+
+def describe_fork(it: Blueprint) -> dict[str, Any]:
+    """The same of what copies rows and blocks."""
+    forks = empty_forks(it.config.max_num_seqs, 1)
+    return describe_with_cache(it, step.compile_fork(it.shapes.kv_cache, it.shapes.state, forks))
+
+
+def describe_with_cache(it: Blueprint, program: jax.stages.Compiled) -> dict[str, Any]:
+    return describe(program) | {
+        "kv_copies": len(re.findall(rf"{KV_SHAPE}[^\n]* copy(?:-start)?\(", program.as_text() or "")),
         "num_donated": len(jax.tree.leaves((it.shapes.kv_cache, it.shapes.state))),
     }
 
@@ -168,9 +179,11 @@ if __name__ == "__main__":
             draws = {
                 kind.name: {name: pool.submit(describe_draw, it, kind) for name, it in its.items()} for kind in Draw
             }
+            forks = {name: pool.submit(describe_fork, it) for name, it in its.items()}
             found = {
                 "in earnest": {f"large h200 x 8 {name_of(largest)}": in_earnest},
                 "steps": {name: program.result() for name, program in steps.items()},
+                "forks": {name: program.result() for name, program in forks.items()},
             }
             for kind, programs in draws.items():
                 found[kind] = {name: program.result() for name, program in programs.items()}

@@ -283,6 +283,9 @@ class Engine:
         targets = [fork.target for fork in output.row_forks]
         assert len(set(targets)) == len(targets)
         assert len(output.block_copies) <= options.max_num_seqs * len(self.layout.groups)
+        written = [target for _, target in output.block_copies]
+        assert len(set(written)) == len(written)
+        assert not any(source in written[:index] for index, (source, _) in enumerate(output.block_copies))
         most = sum(len(output.rows) + output.num_tokens // group.block_size for group in self.layout.groups)
         assert len(output.new_blocks) <= most
 

@@ -19,23 +19,25 @@ pytestmark = pytest.mark.skipif(
 )
 
 GUARD_SECONDS = 300
-SMALL = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "background_compile": False}
+MAX_MODEL_LEN, MAX_NUM_SEQS = 256, 8
+OPTIONS: dict[str, Any] = {
+    "model": "smollm2-135m",
+    "max_model_len": MAX_MODEL_LEN,
+    "max_num_seqs": MAX_NUM_SEQS,
+    "max_num_batched_tokens": 64,
+    "num_blocks": 48,
+}
+"""As in `test_real_server`: the same compiled programs."""
 SCRIPT = f"""
 from jaxpage import LLM, SamplingParams
-llm = LLM("smollm2-135m", **{SMALL!r})
+llm = LLM(**{OPTIONS!r})
 print("text:" + llm.generate("One, two, three,", SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].text)
 """
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One folder of compiled programs for all engines here: they are the same, and the first compiles them."""
-    return str(tmp_path_factory.mktemp("programs"))
-
-
-@pytest.fixture(scope="module")
-def llm(cache: str) -> Iterator[LLM]:
-    with LLM("smollm2-135m", compile_cache_dir=f"{cache}/programs", **SMALL) as llm:
+def llm() -> Iterator[LLM]:
+    with LLM(**OPTIONS) as llm:
         yield llm
 
 
@@ -43,31 +45,30 @@ def greedy(max_tokens: int = 4, **options: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **options)
 
 
-def run_script(arguments: list[str], cache: str, stdin: str | None = None) -> str:
+def run_script(arguments: list[str], stdin: str | None = None) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
         input=stdin,
         capture_output=True,
         text=True,
         timeout=GUARD_SECONDS,
-        env={**os.environ, "JAXPAGE_CACHE": cache},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_d08_a_script_without_a_main_guard_works(cache: str, tmp_path: Path) -> None:
+def test_d08_a_script_without_a_main_guard_works(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    assert run_script([str(tmp_path / "script.py")], cache).startswith("text: four")
+    assert run_script([str(tmp_path / "script.py")]).startswith("text: four")
 
 
-def test_d08_code_on_the_command_line_and_on_standard_input_works(cache: str) -> None:
-    assert run_script(["-c", SCRIPT], cache).startswith("text: four")
-    assert run_script(["-"], cache, stdin=SCRIPT).startswith("text: four")
+def test_d08_code_on_the_command_line_and_on_standard_input_works() -> None:
+    assert run_script(["-c", SCRIPT]).startswith("text: four")
+    assert run_script(["-"], stdin=SCRIPT).startswith("text: four")
 
 
-def test_two_engines_live_in_one_process(llm: LLM, cache: str) -> None:
-    with LLM("smollm2-135m", compile_cache_dir=f"{cache}/programs", **SMALL) as second:
+def test_two_engines_live_in_one_process(llm: LLM) -> None:
+    with LLM(**OPTIONS) as second:
         first_text = llm.generate("One, two, three,", greedy())[0].outputs[0].text
         assert second.generate("One, two, three,", greedy())[0].outputs[0].text == first_text
     assert llm.generate("One, two, three,", greedy())[0].outputs[0].text == first_text
@@ -102,7 +103,7 @@ def test_streamed_text_only_grows_to_the_whole(llm: LLM) -> None:
 
 
 def test_a_stream_that_is_left_early_frees_the_engine(llm: LLM) -> None:
-    for _ in range(6):  # more than there are rows
+    for _ in range(MAX_NUM_SEQS + 2):  # more than there are rows
         next(llm.stream("One, two, three,", greedy(40, ignore_eos=True)))
     assert llm.generate("One, two, three,", greedy())[0].outputs[0].text.startswith(" four")
 
@@ -112,7 +113,7 @@ def test_a_stream_that_is_left_early_frees_the_engine(llm: LLM) -> None:
     [
         ([], "no tokens"),
         ("", "no tokens"),
-        ([1] * 64, "64 tokens"),
+        ([1] * MAX_MODEL_LEN, "256 tokens"),
         ([50_000_000], "50000000"),
         ([-1], "-1"),
     ],
@@ -124,7 +125,7 @@ def test_a_bad_prompt_is_refused_and_the_next_request_works(llm: LLM, prompt: An
 
 
 def test_a_prompt_of_all_but_one_position_gives_one_token(llm: LLM) -> None:
-    output = llm.generate([5] * 63, greedy(16, ignore_eos=True))[0].outputs[0]
+    output = llm.generate([5] * (MAX_MODEL_LEN - 1), greedy(16, ignore_eos=True))[0].outputs[0]
     assert len(output.token_ids) == 1
     assert output.finish_reason == "length"
 
@@ -138,8 +139,8 @@ def test_bad_options_and_models_are_named_before_anything_is_served() -> None:
         LLM("smollm2-135m", max_model_len=9000)
 
 
-def test_a_killed_engine_ends_the_call_with_an_error(cache: str) -> None:
-    with LLM("smollm2-135m", compile_cache_dir=f"{cache}/programs", **SMALL) as llm:
+def test_a_killed_engine_ends_the_call_with_an_error() -> None:
+    with LLM(**OPTIONS) as llm:
         outputs = llm.stream("One, two, three,", greedy(50, ignore_eos=True))
         next(outputs)
         os.kill(llm.engine_pid, signal.SIGKILL)
@@ -147,8 +148,8 @@ def test_a_killed_engine_ends_the_call_with_an_error(cache: str) -> None:
             list(outputs)
 
 
-def test_a_closed_llm_says_so(cache: str) -> None:
-    llm = LLM("smollm2-135m", compile_cache_dir=f"{cache}/programs", **SMALL)
+def test_a_closed_llm_says_so() -> None:
+    llm = LLM(**OPTIONS)
     llm.close()
     llm.close()
     with pytest.raises(EngineDeadError, match="closed"):

@@ -256,7 +256,7 @@ def test_b23_padded_batches_equal_solo_runs(engine: EngineCore, num_requests: in
 
 @pytest.fixture(scope="module")
 def chunking_engine(folder: Path) -> EngineCore:
-    """Its programs are all among those of `engine`."""
+    """Whose steps compute no more than a chunk."""
     return make_engine(folder, max_num_batched_tokens=CHUNK)
 
 
