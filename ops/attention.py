@@ -46,6 +46,11 @@ class Target:
     mesh: Mesh | None = None
     """Devices that divide the heads among them; None where there is one."""
 
+    @property
+    def at_once(self) -> bool:
+        """Whether programs do all that they might, as a branch would make the host wait: see `on_demand`."""
+        return self.gpu is not None
+
     def place_logits(self, logits: jax.Array) -> jax.Array:
         """Keep [rows, vocab] divided as the output head leaves it."""
         if self.mesh is None:

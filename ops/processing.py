@@ -7,10 +7,12 @@ where a penalty asks for it, so that nothing of the vocabulary's size outlives t
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from jaxpage.ops.on_demand import on_demand
 from jaxpage.ops.token_rules import ANY_TOKEN, UNUSED, RulesLayout
 
 LAST_RESORT = -1e30
@@ -70,24 +72,25 @@ class ProcessingState:
         return jnp.any(self.has_rules | self.holds_back_stops | self.is_penalized | (self.own != 0))
 
 
-def process(logits: jax.Array, state: ProcessingState) -> jax.Array:
+def process(logits: jax.Array, state: ProcessingState, *, at_once: bool = False) -> jax.Array:
     """Apply the options of each row. logits: [rows, vocab] float32, finite; -inf in the result is never drawn.
 
     A row always has something to draw: stop tokens before the minimum length and bad words are `LAST_RESORT`.
+    at_once: see `on_demand`.
     """
     vocab_size, row = logits.shape[1], jnp.arange(logits.shape[0])[:, None]
     rules, has_rules = state.layout.unpack(state.rules[state.rows]), state.has_rules[:, None]
     logits = jnp.where(rules.allowed | ~has_rules, logits, -jnp.inf)
     logits = logits.at[row, jnp.where(has_rules, rules.bias_ids, vocab_size)].add(rules.bias, mode="drop")
-    logits = _penalize(logits, state)
+    logits = _penalize(logits, state, at_once=at_once)
 
     stops = jnp.where(state.holds_back_stops[:, None], state.stop_token_ids, vocab_size)
     bad = jnp.where(has_rules, _completing_tokens(rules.bad_words, state), vocab_size)
     logits = logits.at[row, jnp.concatenate([stops, bad], axis=1)].min(LAST_RESORT, mode="drop")
-    return _apply_own(logits, state) if state.processors else logits
+    return _apply_own(logits, state, at_once=at_once) if state.processors else logits
 
 
-def _apply_own(logits: jax.Array, state: ProcessingState) -> jax.Array:
+def _apply_own(logits: jax.Array, state: ProcessingState, *, at_once: bool) -> jax.Array:
     """What they make infinite, or no number, is never drawn while there is anything else."""
     known = KnownTokens(state.token_ids[state.rows], state.num_prompt_tokens, state.num_tokens)
     for index, processor in enumerate(state.processors):
@@ -100,12 +103,16 @@ def _apply_own(logits: jax.Array, state: ProcessingState) -> jax.Array:
             changed = jnp.where(jnp.isnan(changed), LAST_RESORT, jnp.clip(changed, LAST_RESORT, -LAST_RESORT))
             return jnp.where(is_asked, changed.astype(logits.dtype), logits)
 
-        logits = jax.lax.cond(jnp.any(is_asked), apply, lambda logits: logits, logits)
+        logits = on_demand(jnp.any(is_asked), partial(apply, logits), partial(_same, logits), at_once=at_once)
     return logits
 
 
-def _penalize(logits: jax.Array, state: ProcessingState) -> jax.Array:
-    in_prompt, in_output = jnp.split(_count_tokens(state, logits.shape[1]), 2, axis=1)
+def _same(logits: jax.Array) -> jax.Array:
+    return logits
+
+
+def _penalize(logits: jax.Array, state: ProcessingState, *, at_once: bool) -> jax.Array:
+    in_prompt, in_output = jnp.split(_count_tokens(state, logits.shape[1], at_once=at_once), 2, axis=1)
     repetition = state.repetition_penalty[:, None]
     penalized = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(in_prompt + in_output > 0, penalized, logits)
@@ -113,14 +120,14 @@ def _penalize(logits: jax.Array, state: ProcessingState) -> jax.Array:
     return logits - state.presence_penalty[:, None] * (in_output > 0)
 
 
-def _count_tokens(state: ProcessingState, vocab_size: int) -> jax.Array:
+def _count_tokens(state: ProcessingState, vocab_size: int, *, at_once: bool) -> jax.Array:
     """How often prompt and, behind it, output of each penalized row hold each token, as [rows, 2 * vocab] int32.
 
-    Takes as long as the longest of these rows.
+    Takes as long as the longest of these rows; or, at once, as the longest that there may be.
     """
     lengths = jnp.where(state.is_penalized, state.num_tokens, 0)
     num_rows, max_model_len = state.rows.shape[0], state.token_ids.shape[1]
-    row, tile = jnp.arange(num_rows)[:, None], min(_TILE, max_model_len)
+    row, tile = jnp.arange(num_rows)[:, None], max_model_len if at_once else min(_TILE, max_model_len)
 
     def count_tile(index: jax.Array, counts: jax.Array) -> jax.Array:
         positions = index * tile + jnp.arange(tile)
@@ -129,7 +136,7 @@ def _count_tokens(state: ProcessingState, vocab_size: int) -> jax.Array:
         return counts.at[row, jnp.where(positions < lengths[:, None], places, UNUSED)].add(1, mode="drop")
 
     none = jnp.zeros((num_rows, 2 * vocab_size), jnp.int32)
-    return jax.lax.fori_loop(0, -(-jnp.max(lengths) // tile), count_tile, none)
+    return jax.lax.fori_loop(0, 1 if at_once else -(-jnp.max(lengths) // tile), count_tile, none)
 
 
 def _completing_tokens(bad_words: jax.Array, state: ProcessingState) -> jax.Array:

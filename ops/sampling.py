@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpage.ops.best_tokens import best_tokens
+from jaxpage.ops.on_demand import on_demand
 from jaxpage.ops.processing import LAST_RESORT, ProcessingState, process
 from jaxpage.ops.running_sum import running_sum
 
@@ -62,39 +63,33 @@ def sample(
     processing: ProcessingState,
     mask: TokenMask | None = None,
     place: Place = _anywhere,
+    *,
+    at_once: bool = False,
 ) -> jax.Array:
     """Draw one token per row by whatever it asks for.
 
-    logits: [rows, vocab] float32, finite. Returns [rows] int32.
+    logits: [rows, vocab] float32, finite. at_once: see `on_demand`. Returns [rows] int32.
     """
-    chosen = place(jax.lax.cond(processing.is_needed, lambda: place(process(logits, processing)), lambda: logits))
+
+    def processed() -> jax.Array:
+        return place(process(logits, processing, at_once=at_once))
+
+    chosen = place(on_demand(processing.is_needed, processed, lambda: logits, at_once=at_once))
     if mask is not None:
-        chosen = place(jax.lax.cond(jnp.any(mask.is_on), lambda: place(mask.apply(chosen)), lambda: chosen))
-    return sample_random(chosen, state, place)
-
-
-Decide = Callable[[jax.Array, Callable[[], jax.Array], Callable[[], jax.Array]], jax.Array]
-"""What does work that rows may not ask for: (whether any does, the work, what to do instead).
-
-`jax.lax.cond` leaves it out while the program runs. On a GPU that is decided on the host, which waits until the device
-has come so far, and sends off nothing meanwhile.
-"""
-
-
-def do_everything(_: jax.Array, work: Callable[[], jax.Array], __: Callable[[], jax.Array]) -> jax.Array:
-    """A `Decide` that leaves out nothing."""
-    return work()
+        is_on, masked, unmasked = jnp.any(mask.is_on), lambda: place(mask.apply(chosen)), lambda: chosen
+        chosen = place(on_demand(is_on, masked, unmasked, at_once=at_once))
+    return sample_random(chosen, state, place, at_once=at_once)
 
 
 def sample_random(
-    logits: jax.Array, state: SamplingState, place: Place = _anywhere, decide: Decide = jax.lax.cond
+    logits: jax.Array, state: SamplingState, place: Place = _anywhere, *, at_once: bool = False
 ) -> jax.Array:
     """`sample` for rows that ask for nothing but temperature, top-k, top-p and min-p."""
 
     def some_random() -> jax.Array:
-        return jnp.where(state.temperature > 0, draw(logits, state, place, decide), sample_greedy(logits))
+        return jnp.where(state.temperature > 0, draw(logits, state, place, at_once=at_once), sample_greedy(logits))
 
-    return decide(jnp.any(state.temperature > 0), some_random, lambda: sample_greedy(logits))
+    return on_demand(jnp.any(state.temperature > 0), some_random, lambda: sample_greedy(logits), at_once=at_once)
 
 
 def sample_greedy(logits: jax.Array) -> jax.Array:
@@ -102,16 +97,17 @@ def sample_greedy(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def draw(logits: jax.Array, state: SamplingState, place: Place = _anywhere, decide: Decide = jax.lax.cond) -> jax.Array:
+def draw(logits: jax.Array, state: SamplingState, place: Place = _anywhere, *, at_once: bool = False) -> jax.Array:
     """A token per row at its temperature, where that is not 0. logits: [rows, vocab], -inf for what is masked."""
     temperature = jnp.where(state.temperature > 0, state.temperature, 1)[:, None]
     # The largest logit goes first: the best token has probability 1 exactly, however small the temperature.
     probabilities = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature)
     probabilities = place(
-        decide(
+        on_demand(
             jnp.any((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)),
-            lambda: filter_probabilities(probabilities, state, decide),
+            lambda: filter_probabilities(probabilities, state, at_once=at_once),
             lambda: probabilities,
+            at_once=at_once,
         )
     )
     noise = exponential_noise(state.seed, state.position, logits.shape[1])
@@ -142,14 +138,14 @@ def exponential_noise(seed: jax.Array, position: jax.Array, count: int) -> jax.A
     return -jnp.log1p(-uniform)
 
 
-def filter_probabilities(probabilities: jax.Array, state: SamplingState, decide: Decide = jax.lax.cond) -> jax.Array:
+def filter_probabilities(probabilities: jax.Array, state: SamplingState, *, at_once: bool = False) -> jax.Array:
     """Set what min-p, then top-k, then top-p exclude to 0. Ties with the last one that is kept are kept.
 
     probabilities: [rows, vocab] float32, relative to the most probable token, which has 1.
     """
     probabilities = jnp.where(probabilities >= state.min_p[:, None], probabilities, 0)
     # A CPU finds the best tokens of a row in less time than it takes to count the row a few times; a GPU would sort.
-    of_all = partial(least_of_all, decide=decide)
+    of_all = partial(least_of_all, at_once=at_once)
     least = jax.lax.platform_dependent(probabilities, state, cpu=_least_of_the_best, default=of_all)
     return jnp.where(probabilities >= least[:, None], probabilities, 0)
 
@@ -173,7 +169,7 @@ def _least_of_the_best(probabilities: jax.Array, state: SamplingState) -> jax.Ar
     )
 
 
-def least_of_all(probabilities: jax.Array, state: SamplingState, decide: Decide = jax.lax.cond) -> jax.Array:
+def least_of_all(probabilities: jax.Array, state: SamplingState, *, at_once: bool = False) -> jax.Array:
     """What a token's probability must be so that top-k, then top-p keep it, as [rows] float32; 0 where both are off."""
     num_rows, vocab_size = probabilities.shape
 
@@ -182,7 +178,7 @@ def least_of_all(probabilities: jax.Array, state: SamplingState, decide: Decide 
         found = _largest_threshold(probabilities, lambda keep: jnp.sum(keep.astype(jnp.float32), axis=-1) >= k)
         return jnp.where(state.top_k > 0, found, 0)
 
-    of_k = decide(jnp.any(state.top_k > 0), find_k, lambda: jnp.zeros(num_rows))
+    of_k = on_demand(jnp.any(state.top_k > 0), find_k, lambda: jnp.zeros(num_rows), at_once=at_once)
     kept = jnp.where(probabilities >= of_k[:, None], probabilities, 0)
 
     def find_p() -> jax.Array:
@@ -190,7 +186,7 @@ def least_of_all(probabilities: jax.Array, state: SamplingState, decide: Decide 
         found = _largest_threshold(kept, lambda keep: jnp.sum(jnp.where(keep, kept, 0), axis=-1) >= wanted)
         return jnp.where(state.top_p < 1, found, 0)
 
-    of_p = decide(jnp.any(state.top_p < 1), find_p, lambda: jnp.zeros(num_rows))
+    of_p = on_demand(jnp.any(state.top_p < 1), find_p, lambda: jnp.zeros(num_rows), at_once=at_once)
     return jnp.maximum(of_k, of_p)
 
 
@@ -215,7 +211,7 @@ def _largest_threshold(probabilities: jax.Array, enough: Callable[[jax.Array], j
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at one token of each row; zeros where no row asks for them."""
+    """Log-probabilities at one token of each row; anything for rows that do not ask for them."""
 
     token: jax.Array  # [rows] float32, of the drawn token
     rank: jax.Array  # [rows] int32, how many tokens are more probable, plus one
@@ -235,8 +231,10 @@ def logprobs_at(logits: jax.Array, tokens: jax.Array, k: int) -> TokenLogprobs:
     return TokenLogprobs((token - total)[:, 0], rank, top_ids, top - total)
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array, wanted: jax.Array, k: int) -> TokenLogprobs:
-    """`logprobs_at`, if any row has `wanted` >= 0. wanted: [rows] int32."""
+def token_logprobs(
+    logits: jax.Array, tokens: jax.Array, wanted: jax.Array, k: int, *, at_once: bool = False
+) -> TokenLogprobs:
+    """`logprobs_at`, if any row has `wanted` >= 0. wanted: [rows] int32; at_once: see `on_demand`."""
     rows, k = logits.shape[0], min(k, logits.shape[1])
 
     def nothing() -> TokenLogprobs:
@@ -244,4 +242,7 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array, wanted: jax.Array, k: i
             jnp.zeros(rows), jnp.zeros(rows, jnp.int32), jnp.zeros((rows, k), jnp.int32), jnp.zeros((rows, k))
         )
 
-    return jax.lax.cond(jnp.any(wanted >= 0), lambda: logprobs_at(logits, tokens, k), nothing)
+    found: TokenLogprobs = on_demand(
+        jnp.any(wanted >= 0), lambda: logprobs_at(logits, tokens, k), nothing, at_once=at_once
+    )
+    return found

@@ -32,6 +32,10 @@ GROUPS = (
     ("test_gpu_code",),
     ("test_gemma3_greedy",),
     ("test_many_requests",),
+    (
+        *("test_tiny_options", "test_tiny_logprobs", "test_own_processors", "test_embeddings", "test_async_engine"),
+        *("test_llm_in_process", "test_tiny_speculation"),
+    ),
 )
 """Files that run one after another in one process, so that the first compiles for the others. Those that take minutes
 begin first, or one process would still be at one of them when the others are done."""
@@ -49,6 +53,11 @@ class ByGroup(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = Path(super()._split_scope(nodeid))
         return GROUPS[_PLACES[file.stem][0]][0] if file.stem in _PLACES else str(file)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, as some will be waiting for a server or a file."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByGroup:

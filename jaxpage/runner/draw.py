@@ -12,7 +12,6 @@ from jaxpage.ops.sampling import (
     SamplingState,
     TokenLogprobs,
     TokenMask,
-    do_everything,
     sample,
     sample_greedy,
     sample_random,
@@ -32,7 +31,7 @@ class StepResult:
 
     tokens: jax.Array  # [rows, draws] int32, -1 where there is none
     """Drafts kept and the token behind them; none where a prompt goes on."""
-    logprobs: TokenLogprobs | None  # of rows * draws, zeros unless any row asks for them; only `Draw.ANY` has them
+    logprobs: TokenLogprobs | None  # of rows * draws, anything for those that do not ask; only `Draw.ANY` has them
     num_drafts: jax.Array | None  # [rows] int32, proposed for the next step; None without speculation
 
 
@@ -72,7 +71,7 @@ def draw_tokens(
     if kind is Draw.ANY:
         with jax.named_scope("logprobs"):
             asked = jnp.where(wanted, state.num_logprobs[of_row], -1)
-            logprobs = token_logprobs(logits, drawn, asked, config.num_logprobs)
+            logprobs = token_logprobs(logits, drawn, asked, config.num_logprobs, at_once=target.at_once)
 
     drawn = drawn.reshape(-1, num_draws)
     drafts = state.token_ids.at[rows[:, None], known[:, :-1]].get(mode="clip")
@@ -110,10 +109,9 @@ def _sample(
         case Draw.GREEDY:
             return sample_greedy(logits)
         case Draw.RANDOM:
-            decide = jax.lax.cond if target.gpu is None else do_everything
-            return sample_random(logits, sampling, target.place_logits, decide)
+            return sample_random(logits, sampling, target.place_logits, at_once=target.at_once)
         case Draw.ANY:
-            return sample(logits, sampling, processing, mask, target.place_logits)
+            return sample(logits, sampling, processing, mask, target.place_logits, at_once=target.at_once)
 
 
 def _sampling_states(

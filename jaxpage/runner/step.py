@@ -258,9 +258,7 @@ def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array, target: Targe
     copied["block_tables"] = jax.vmap(copy_rows)(state.block_tables)
     last = copied["num_tokens"].at[copy].get(mode="clip") - 1
     copied["token_ids"] = copied["token_ids"].at[copy, last].set(token_id, mode="drop")
-    buffers = copy_blocks(
-        kv_cache.buffers, plan.copies[0], plan.copies[1], plan.num_copies, at_once=target.gpu is not None
-    )
+    buffers = copy_blocks(kv_cache.buffers, plan.copies[0], plan.copies[1], plan.num_copies, at_once=target.at_once)
     return dataclasses.replace(kv_cache, buffers=buffers), dataclasses.replace(state, **copied)
 
 

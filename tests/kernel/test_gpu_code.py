@@ -102,13 +102,12 @@ def test_nothing_moves_between_host_and_device(steps: dict[str, Any], draws: dic
     assert {name: n for name, program in (steps | draws).items() if (n := program["num_host_transfers"])} == {}
 
 
-def test_a_step_never_asks_the_host_how_to_go_on_unless_an_option_needs_it(
-    steps: dict[str, Any], forks: dict[str, Any], found: dict[str, dict[str, Any]]
+def test_no_program_asks_the_host_how_to_go_on(
+    steps: dict[str, Any], draws: dict[str, Any], forks: dict[str, Any]
 ) -> None:
     """A branch, or a loop of unknown length, would keep the host from sending off the next step until it is taken."""
-    for name, program in (steps | forks | found["GREEDY"] | found["RANDOM"]).items():
+    for name, program in (steps | draws | forks).items():
         assert program["num_decisions"] == 0, name
-    assert all(program["num_decisions"] > 0 for program in found["ANY"].values())
 
 
 @pytest.mark.parametrize(
