@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
+from jaxpage.runner.devices import send_back
 from jaxpage.runner.step_table import Ints
 from jaxpage.scheduler import PooledStates, PromptPiece, SchedulerOutput
 
@@ -44,9 +45,7 @@ def dispatch_pools(output: SchedulerOutput, first_tokens: Ints, pool: Callable[[
         packed = np.zeros((2, NUM_POOLED), np.int32)
         part = stretches[at : at + NUM_POOLED]
         packed[:, : len(part)] = np.transpose(part)
-        sums = pool(packed)
-        sums.copy_to_host_async()
-        pools.parts.append(sums)
+        pools.parts.append(send_back(pool(packed)))
     return pools
 
 

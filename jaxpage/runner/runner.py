@@ -23,7 +23,7 @@ from jaxpage.runner.artifact import adopt_options, check_model
 from jaxpage.runner.blueprint import draw_blueprint
 from jaxpage.runner.compile_watch import num_compiles
 from jaxpage.runner.device_batch import DeviceBatch
-from jaxpage.runner.devices import free_bytes, join_processes, make_mesh
+from jaxpage.runner.devices import free_bytes, join_processes, make_mesh, send_back
 from jaxpage.runner.draw import StepResult
 from jaxpage.runner.followers import Followers, Launch, Leader, join_leader_or_followers
 from jaxpage.runner.plan import NUM_EDITS, pack_admission, pack_edits, pack_forks, pack_redraws, pack_rules
@@ -291,8 +291,7 @@ class Runner:
 
 def _send_back(result: StepResult, with_logprobs: bool) -> None:
     """Let a result start on its way to the host."""
-    for array in jax.tree.leaves(result if with_logprobs else (result.tokens, result.num_drafts)):
-        array.copy_to_host_async()
+    send_back(result if with_logprobs else (result.tokens, result.num_drafts))
 
 
 def _keep_freed_memory() -> None:

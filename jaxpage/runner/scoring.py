@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxpage.ops.sampling import TokenLogprobs as DeviceLogprobs
 from jaxpage.request import Request
+from jaxpage.runner.devices import send_back
 from jaxpage.runner.step_table import Ints
 from jaxpage.scheduler import PromptLogprobs, PromptPiece, SchedulerOutput
 from jaxpage.wire import TokenLogprobs
@@ -66,19 +67,13 @@ def dispatch_scores(output: SchedulerOutput, first_tokens: Ints, *, score: Progr
         packed = np.zeros((2, NUM_SCORED_TOKENS), np.int32)
         for i, asked in enumerate(scores.tokens[at : at + NUM_SCORED_TOKENS]):
             packed[:, i] = asked.index, asked.target
-        scores.token_parts.append(_sent_back(score(packed)))
+        scores.token_parts.append(send_back(score(packed)))
     for at in range(0, len(scores.rows), NUM_SCORED_ROWS):
         indices = np.zeros(NUM_SCORED_ROWS, np.int32)
         for i, asked in enumerate(scores.rows[at : at + NUM_SCORED_ROWS]):
             indices[i] = asked.index
-        scores.row_parts.append(_sent_back(score_rows(indices)))
+        scores.row_parts.append(send_back(score_rows(indices)))
     return scores
-
-
-def _sent_back(result: Any) -> Any:
-    for array in jax.tree.leaves(result):
-        array.copy_to_host_async()
-    return result
 
 
 def _in_prompt(request: Request, place: int, query_len: int, start: int) -> Iterator[_Asked]:
