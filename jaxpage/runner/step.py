@@ -199,7 +199,7 @@ def compile_pool(hidden: Any, packed: Any) -> jax.stages.Compiled:
         states = jnp.where(within.any(axis=0)[:, None], hidden, 0).astype(jnp.float32)
         return jnp.matmul(within.astype(jnp.float32), states, precision=jax.lax.Precision.HIGHEST)
 
-    return jax.jit(pool, out_shardings=hidden.sharding).lower(hidden, packed).compile()
+    return _compiled(jax.jit(pool, out_shardings=hidden.sharding), hidden, packed)
 
 
 def compile_sampler(logits: Any, sampling: Any) -> jax.stages.Compiled:
