@@ -49,9 +49,12 @@ def compile_programs(config: EngineConfig, target: str, out: Path) -> int:
     print(_HEADER)
     store = _ReportingStore(out, mesh, free)
     programs = ProgramTable(
-        store, blueprint.program_config, blueprint.shapes, blueprint.buckets, progress=lambda done, total: None
+        *(store, blueprint.program_config, blueprint.shapes, blueprint.buckets, blueprint.makers),
+        progress=lambda done, total: None,
     )
     try:
+        for name in blueprint.makers:
+            programs.empty(name)
         programs.wait(background=False)
     except BaseException:
         programs.give_up()
@@ -111,7 +114,7 @@ def _title(name: str, config: object) -> str:
             return f"{name} {bucket.num_tokens} tokens, {bucket.num_rows} rows"
         case (_, Draw() as kind, int() as num_draws):
             return f"{name} {kind.name.lower()}, {num_draws} a row"
-        case int():
+        case int() | str():
             return f"{name} {config}"
     return name
 

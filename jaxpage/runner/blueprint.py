@@ -59,6 +59,11 @@ class Blueprint:
         return make_buckets(self.config.max_num_seqs, self.config.max_num_batched_tokens, self.config.max_drafts)
 
     @property
+    def makers(self) -> dict[str, Callable[[], Any]]:
+        """What makes those of `shapes` that begin empty."""
+        return {"kv_cache": self.make_kv_cache, "state": self.make_state}
+
+    @property
     def replicated(self) -> NamedSharding:
         """Where everything lies that all devices have: whatever is neither weights nor KV."""
         return NamedSharding(self.mesh, PartitionSpec())

@@ -21,7 +21,6 @@ from jaxpage.runner.draw import StepResult
 from jaxpage.runner.plan import pack_draws
 from jaxpage.runner.program_table import ProgramTable
 from jaxpage.runner.state import BatchState
-from jaxpage.runner.step import on_device
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +39,11 @@ class DeviceBatch:
         self._no_masks: dict[int, jax.Array] = {}
         """What `Draw.ANY` is told where there are none, by the rows of a step."""
         with ThreadPoolExecutor(1, thread_name_prefix="kv cache") as pool:
-            kv_cache = pool.submit(on_device, blueprint.make_kv_cache, blueprint.kv_sharding)
+            kv_cache = pool.submit(lambda: programs.empty("kv_cache")())
             started = time.perf_counter()
             self._params = load_params(blueprint.specs, checkpoint, blueprint.dtype, blueprint.mesh)
             logger.info("weights loaded as %s in %.1f s", blueprint.dtype, time.perf_counter() - started)
-            self.state: BatchState = on_device(blueprint.make_state, blueprint.replicated)
+            self.state: BatchState = programs.empty("state")()
             self._kv_cache: KVCache = kv_cache.result()
 
     def run(self, program: str, packed: np.ndarray, variant: tuple[int, ...] = ()) -> Any:
@@ -108,7 +107,7 @@ class DeviceBatch:
         shardings = jax.tree.map(lambda shape: shape.sharding, self._blueprint.shapes.params)
         self._params = jax.device_put(self._offloaded, shardings)
         self._offloaded = None
-        self._kv_cache = on_device(self._blueprint.make_kv_cache, self._blueprint.kv_sharding)
+        self._kv_cache = self._programs.empty("kv_cache")()
 
     def _send(self, packed: np.ndarray) -> jax.Array:
         """To all devices of this process, which every process does: nobody compares what they send."""

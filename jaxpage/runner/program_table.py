@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from jaxpage.runner.step import (
     compile_admit,
     compile_draw,
     compile_edit,
+    compile_empty,
     compile_fork,
     compile_pool,
     compile_rules,
@@ -68,16 +69,22 @@ class ProgramTable:
         config: ProgramConfig,
         shapes: DeviceShapes,
         buckets: list[Bucket],
+        makers: Mapping[str, Callable[[], Any]],
         progress: Callable[[int, int], None],
     ) -> None:
-        """Starts on the first programs at once, in threads; `progress(done, total)` after each of all."""
+        """Starts on the first programs at once, in threads; `progress(done, total)` after each of all.
+
+        makers: what `empty` gives when it is traced, by its name among the shapes.
+        """
         self.edit_capacity = _MANY_EDITS
         self._store = store
         self._config = config
         self._shapes = shapes
         self._buckets = by_usefulness(buckets)
+        self._makers = makers
         self._capacities = _admission_capacities(shapes.state.token_ids.shape[1])
         self._progress = progress
+        self._empty: dict[str, jax.stages.Compiled] = {}
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._admit: dict[int, jax.stages.Compiled] = {}
         self._draws: dict[_DrawShape, dict[Draw, jax.stages.Compiled]] = {}
@@ -102,7 +109,7 @@ class ProgramTable:
     def num_wanted(self) -> int:
         """Programs that there will be."""
         num_draws = len(self._draw_shapes) * (len(self._kinds) + 1)
-        return len(_SMALL) + len(self._capacities) + len(self._buckets) + num_draws
+        return len(_SMALL) + len(self._makers) + len(self._capacities) + len(self._buckets) + num_draws
 
     @property
     def token_budget(self) -> int:
@@ -184,6 +191,13 @@ class ProgramTable:
             return self._draw_any[shape].result()
         ready = self._draws[shape]
         return ready[min(each for each in ready if each >= kind)]
+
+    def empty(self, name: str) -> jax.stages.Compiled:
+        """What makes one of the shapes, "kv_cache" or "state", with nothing in it. In the caller's thread."""
+        if name not in self._empty:
+            shapes = getattr(self._shapes, name)
+            self._empty[name] = self._get("empty", name, shapes, lambda: compile_empty(self._makers[name], shapes))
+        return self._empty[name]
 
     def __getitem__(self, name: str) -> jax.stages.Compiled:
         """One of the small programs by its name in `runner.step`; waits for one that is not ready yet."""

@@ -93,7 +93,7 @@ class Runner:
         self._num_recompiles = 0
         self._store = ProgramStore(folder, mesh, compiles=config.programs is None)
         self._programs = ProgramTable(
-            self._store, blueprint.program_config, blueprint.shapes, blueprint.buckets, progress
+            self._store, blueprint.program_config, blueprint.shapes, blueprint.buckets, blueprint.makers, progress
         )
         self._programs.wait_traced()
         try:

@@ -8,9 +8,10 @@
     draw     these logits -> sample and append, for every place; with masks of tokens, once more for some
     score    some tokens of the last step -> log-probabilities of what follows them; score_rows: of all the vocabulary
     pool     stretches of its tokens -> the sums of their hidden states
+    empty    nothing -> a KV cache that holds nothing, or a batch without requests
 
-All take the device state donated and give it back updated; nothing else crosses between host and device but what they
-are told (in) and the sampled tokens (out).
+All others take the device state donated and give it back updated; nothing else crosses between host and device but what
+they are told (in) and the sampled tokens (out).
 """
 
 import dataclasses
@@ -207,9 +208,15 @@ def compile_sampler(logits: Any, sampling: Any) -> jax.stages.Compiled:
     return jax.jit(sampling_draw).lower(logits, sampling).compile()
 
 
-def on_device(make: Callable[[], Any], sharding: jax.sharding.Sharding) -> Any:
-    """Build a pytree of arrays right on its device, without a copy on the host."""
-    return jax.jit(make, out_shardings=sharding)()
+def compile_empty(make: Callable[[], Any], shapes: Any) -> jax.stages.Compiled:
+    """Compile `() -> what make gives`, right on its devices, without a copy on the host. shapes: of that."""
+
+    def empty() -> Any:
+        trace_counts["empty"] += 1
+        return make()
+
+    device = jax.tree.leaves(shapes)[0].sharding.mesh.devices.flat[0]
+    return jax.jit(empty, out_shardings=_shardings(shapes)).lower().compile(compiler_options(device))
 
 
 def _admit(state: BatchState, packed: jax.Array, capacity: int) -> BatchState:
