@@ -36,6 +36,7 @@ GROUPS = (
         *("test_tiny_options", "test_tiny_logprobs", "test_own_processors", "test_embeddings", "test_async_engine"),
         *("test_llm_in_process", "test_tiny_speculation"),
     ),
+    ("test_described_device",),
 )
 """Files that run one after another in one process, so that the first compiles for the others. Those that take minutes
 begin first, or one process would still be at one of them when the others are done."""

@@ -1,0 +1,78 @@
+// What else JAX looks for: the runtime, of which XLA's own kernels make use, the management library, and collectives,
+// which exchange nothing.
+
+#include "described.h"
+
+#include <cuda_runtime_api.h>
+
+void **__cudaRegisterFatBinary(void *image) {
+    static void *handle;
+    return &handle;
+}
+void __cudaRegisterFatBinaryEnd(void **handle) {}
+void __cudaUnregisterFatBinary(void **handle) {}
+void __cudaRegisterFunction(
+    void **handle, const char *host, char *device, const char *name, int limit, uint3 *thread, uint3 *block,
+    dim3 *block_dim, dim3 *grid_dim, int *warp_size
+) {}
+void __cudaRegisterVar(
+    void **handle, char *host, char *device, const char *name, int is_extern, size_t size, int is_constant,
+    int is_global
+) {}
+cudaError_t cudaRuntimeGetVersion(int *version) {
+    *version = DRIVER_VERSION;
+    return cudaSuccess;
+}
+cudaError_t cudaGetDeviceCount(int *number) {
+    *number = num_devices();
+    return cudaSuccess;
+}
+cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
+
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) { return 3; }  // not supported
+const char *nvmlErrorString(int error) { return "refused by a library that only describes devices"; }
+int nvmlSystemGetDriverVersion(char *version, unsigned size) {
+    snprintf(version, size, "575.0");
+    return 0;
+}
+
+struct unique_id {
+    char bytes[128];
+};
+struct communicator {
+    struct unique_id id;
+};
+
+int ncclGetVersion(int *version) {
+    *version = 22703;
+    return 0;
+}
+int ncclGetUniqueId(struct unique_id *id) {
+    *id = (struct unique_id){"described devices"};
+    return 0;
+}
+const char *ncclGetErrorString(int error) { return "refused by a library that only describes devices"; }
+int ncclCommInitRankConfig(
+    struct communicator **made, int num_ranks, struct unique_id id, int rank, const void *config
+) {
+    *made = malloc(sizeof **made);
+    (*made)->id = id;
+    return 0;
+}
+int ncclCommGetAsyncError(struct communicator *communicator, int *error) {
+    *error = 0;
+    return 0;
+}
+int ncclGroupStart(void) { return 0; }
+int ncclGroupEnd(void) { return 0; }
+int ncclAllReduce(
+    const void *from, void *to, size_t size, int type, int operation, struct communicator *communicator, CUstream stream
+) {
+    return enqueue(stream, (struct op){.kind = LAUNCH, .is_collective = true});
+}
+int ncclAllGather(
+    const void *from, void *to, size_t size, int type, struct communicator *communicator, CUstream stream
+) {
+    return enqueue(stream, (struct op){.kind = LAUNCH, .is_collective = true});
+}

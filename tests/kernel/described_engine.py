@@ -1,0 +1,122 @@
+"""Runs an engine from an artifact on devices that `described_driver/` describes, and prints what came of it, as JSON.
+
+A process of its own, for which those are CUDA's libraries. Nothing is computed, and every token is 0. What is real is
+JAX's client for GPUs, what it loads, and what it and the engine ask of a driver. So requests here are only such as
+leave no program a branch to take: it would go by what happens to stand in memory, on each device by something else.
+"""
+
+import ctypes
+import faulthandler
+import json
+import sys
+from typing import Any
+
+import jax
+from jax._src import hardware_utils
+
+from jaxpage.config import EngineConfig
+from jaxpage.engine_core import EngineCore
+from jaxpage.errors import ConfigError
+from jaxpage.runner.step import trace_counts
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.wire import AddRequest
+
+COUNTS = (
+    *("modules", "functions", "launches", "graphs", "in_graphs", "collectives"),
+    *("copies_in", "copies_out", "copies_within", "waits"),
+)
+NUM_STEPS, MAX_TOKENS = 6, 16
+PATIENCE_SECONDS = 120
+"""After so long, a host that waits for a device which lags will wait for ever: it is told where."""
+COMPILED = "/jax/core/compile/backend_compile_duration"
+PARAMS = {"greedy": {"temperature": 0.0}, "random": {"temperature": 0.7, "top_p": 0.9}}
+
+
+class Driver:
+    """The stand-in that this process runs on."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self._library.described_num_waiting.restype = ctypes.c_long
+
+    def counts(self) -> dict[str, int]:
+        return {name: ctypes.c_long.in_dll(self._library, f"described_{name}").value for name in COUNTS}
+
+    def lag(self, num_launches: int) -> None:
+        """Let the devices run a launch only when the host has made so many more."""
+        self._library.described_lag(ctypes.c_long(num_launches))
+
+    def num_waiting(self) -> int:
+        """Launches that no device has begun."""
+        return int(self._library.described_num_waiting())
+
+
+class Steps:
+    """What the host asks of the driver for each step that the engine takes."""
+
+    def __init__(self, core: EngineCore, driver: Driver) -> None:
+        self._core, self._driver = core, driver
+        self.tokens: list[int] = []
+
+    def take(self) -> dict[str, int]:
+        before = self._driver.counts()
+        self.tokens += [token for output in self._core.step() for token in output.token_ids]
+        return {name: count - before[name] for name, count in self._driver.counts().items()}
+
+
+def decode(core: EngineCore, driver: Driver, params: dict[str, float]) -> dict[str, Any]:
+    """The steps of three requests: the first, one whose programs have run, one for which devices lag a step behind."""
+    found: dict[str, Any] = {}
+    for name in ("first", "later", "lagging"):
+        steps, before, num_before = Steps(core, driver), driver.counts(), core.loop.num_steps
+        options = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **params)
+        core.add(AddRequest(name, [5, 6, 7], options, 0, MAX_TOKENS))
+        taken = [steps.take() for _ in range(3)]  # the prompt, and two steps in flight
+        if name == "lagging":
+            later = found["later"]["steps"][-1]
+            driver.lag(later["launches"] + later["graphs"])
+        waiting = []
+        for _ in range(NUM_STEPS):
+            taken.append(steps.take())
+            waiting.append(driver.num_waiting())
+        driver.lag(0)
+        while core.has_work:
+            steps.take()
+        found[name] = {
+            "steps": taken,
+            "waiting": waiting,
+            "num_steps": core.loop.num_steps - num_before,
+            "num_tokens": len(steps.tokens),
+            "all": {name: count - before[name] for name, count in driver.counts().items()},
+        }
+    return found
+
+
+def main(options: dict[str, Any]) -> dict[str, Any]:
+    hardware_utils.has_visible_nvidia_gpu = lambda: True  # JAX looks for device files before it asks the driver
+    num_compiles = 0
+
+    def count(event: str, *_: Any, **__: Any) -> None:
+        nonlocal num_compiles
+        num_compiles += event == COMPILED
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        core = EngineCore(EngineConfig(strict_shapes=True, **options))
+    except ConfigError as error:
+        return {"refused": str(error)}
+    driver = Driver()
+    faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
+    found: dict[str, Any] = {
+        "devices": [[it.device_kind, it.compute_capability, it.core_count] for it in jax.devices()],
+        "bytes_limit": jax.devices()[0].memory_stats()["bytes_limit"],
+        "num_compiles": num_compiles,
+        "stats": core.stats(),
+        "traces": dict(trace_counts),
+        "ready": driver.counts(),
+    }
+    return found | {name: decode(core, driver, params) for name, params in PARAMS.items()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))
