@@ -32,6 +32,8 @@ class SamplingState:
     position: jax.Array  # [rows] int32, of the token to be drawn
 
 
+_BITS_AT_ONCE = 3
+"""Bits of a threshold, of 30, that are found by one look at all of a row, where they are not found one by one."""
 _NUM_BEST = 128
 """Tokens of a row that are looked at first; most requests keep fewer."""
 Place = Callable[[jax.Array], jax.Array]
@@ -175,7 +177,7 @@ def least_of_all(probabilities: jax.Array, state: SamplingState, *, at_once: boo
 
     def find_k() -> jax.Array:
         k = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, vocab_size), vocab_size).astype(jnp.float32)
-        found = _largest_threshold(probabilities, lambda keep: jnp.sum(keep.astype(jnp.float32), axis=-1) >= k)
+        found = _largest_threshold(probabilities, jnp.ones_like(probabilities), k, at_once=at_once)
         return jnp.where(state.top_k > 0, found, 0)
 
     of_k = on_demand(jnp.any(state.top_k > 0), find_k, lambda: jnp.zeros(num_rows), at_once=at_once)
@@ -183,29 +185,45 @@ def least_of_all(probabilities: jax.Array, state: SamplingState, *, at_once: boo
 
     def find_p() -> jax.Array:
         wanted = state.top_p * jnp.sum(kept, axis=-1)
-        found = _largest_threshold(kept, lambda keep: jnp.sum(jnp.where(keep, kept, 0), axis=-1) >= wanted)
-        return jnp.where(state.top_p < 1, found, 0)
+        return jnp.where(state.top_p < 1, _largest_threshold(kept, kept, wanted, at_once=at_once), 0)
 
     of_p = on_demand(jnp.any(state.top_p < 1), find_p, lambda: jnp.zeros(num_rows), at_once=at_once)
     return jnp.maximum(of_k, of_p)
 
 
-def _largest_threshold(probabilities: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The largest t in [0, 1] for which `enough(probabilities >= t)` holds, per row; 0 where it never does.
+def _largest_threshold(probabilities: jax.Array, weights: jax.Array, wanted: jax.Array, *, at_once: bool) -> jax.Array:
+    """The largest t in [0, 1] for which the weights of all probabilities >= t sum to `wanted`, per row; else 0.
 
-    probabilities: [rows, vocab] float32 in [0, 1]. No sort: t is built from its highest bit down, as floats that are
-    not negative stand in the order of their bit patterns. Exact after 30 rounds.
+    probabilities: [rows, vocab] float32 in [0, 1]; weights: [rows, vocab] float32, not negative; wanted: [rows]. No
+    sort: t is built from its highest bits down, as floats that are not negative stand in the order of their bit
+    patterns. Exact after 30 bits.
     """
 
-    def value_of(bits: jax.Array) -> jax.Array:
-        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    def find_bits(shift: jax.Array | int, threshold: jax.Array) -> jax.Array:
+        candidates = [threshold | (bits << shift) for bits in range(1, 1 << num_bits)]
+        least = [jax.lax.bitcast_convert_type(candidate, jnp.float32)[:, None] for candidate in candidates]
+        sums = _sums_of_rows([jnp.where(probabilities >= each, weights, 0) for each in least])
+        reached = jnp.sum(sums >= wanted[:, None], axis=1)  # the smaller a candidate, the more it keeps
+        return threshold | (reached << shift)
 
-    def try_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
-        candidate = threshold | (1 << (29 - i))
-        return jnp.where(enough(probabilities >= value_of(candidate)[:, None]), candidate, threshold)
+    # A GPU compares a number several times while it reads the next, and is told of all that is no loop in one graph.
+    num_bits, found = _BITS_AT_ONCE if at_once else 1, jnp.zeros(probabilities.shape[0], jnp.int32)
+    if at_once:
+        for shift in range(30 - num_bits, -1, -num_bits):
+            found = find_bits(shift, found)
+    else:
+        found = jax.lax.fori_loop(0, 30, lambda i, threshold: find_bits(29 - i, threshold), found)
+    # Beyond 1 where nothing is wanted, as of a top-p that is 0 in float32.
+    return jnp.minimum(jax.lax.bitcast_convert_type(found, jnp.float32), 1)
 
-    found = value_of(jax.lax.fori_loop(0, 30, try_bit, jnp.zeros(probabilities.shape[0], jnp.int32)))
-    return jnp.minimum(found, 1)  # where nothing is wanted, as a top-p that is 0 in float32
+
+def _sums_of_rows(arrays: list[jax.Array]) -> jax.Array:
+    """Of several [rows, vocab] float32, as [rows, arrays]; all are added up in one go."""
+
+    def add(sums: list[jax.Array], more: list[jax.Array]) -> list[jax.Array]:
+        return [one + other for one, other in zip(sums, more, strict=True)]
+
+    return jnp.stack(jax.lax.reduce(arrays, [jnp.float32(0)] * len(arrays), add, [1]), axis=1)
 
 
 @jax.tree_util.register_dataclass

@@ -142,6 +142,14 @@ def test_neither_weights_nor_cache_nor_logits_are_gathered(steps: dict[str, Any]
         assert program["largest_gathered"] <= most * program["num_rows"], name
 
 
+@pytest.mark.parametrize("num_gpus", [1, 8])
+def test_a_random_draw_looks_at_the_vocabulary_twenty_times(draws: dict[str, Any], num_gpus: int) -> None:
+    """Ten times for top-k and for top-p, in three or four launches each; devices exchange what they found as often."""
+    draw = draws[f"large h200 x {num_gpus}, RANDOM"]
+    assert draw["num_kernels"] <= 100
+    assert sum(draw["collectives"].values()) <= (0 if num_gpus == 1 else 24)
+
+
 @pytest.mark.parametrize(
     ("engine", "most"),
     [
