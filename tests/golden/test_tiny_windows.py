@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import tiny
@@ -14,7 +15,7 @@ from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.loops import ResidentLoop
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduler import Scheduler
-from jaxpage.wire import AddRequest, TokenOutput
+from jaxpage.wire import AddRequest, TokenOutput, sequence_id
 
 GOLDEN = np.load(Path(__file__).with_name("tiny_logits.npz"))
 MAX_NUM_SEQS = 4
@@ -49,8 +50,10 @@ def host(core: EngineCore, *, caching: bool) -> Iterator[KVCacheManager]:
     assert kv_cache.pool.usage == 0
 
 
-def generate(core: EngineCore, prompt: list[int]) -> list[TokenOutput]:
-    core.add(AddRequest("a", prompt, PARAMS, seed=0, max_tokens=8))
+def generate(
+    core: EngineCore, prompt: list[int], params: SamplingParams = PARAMS, *, seed: int = 0
+) -> list[TokenOutput]:
+    core.add(AddRequest("a", prompt, params, seed=seed, max_tokens=8))
     outputs = []
     while core.has_requests:
         outputs += [output for output in core.step() if isinstance(output, TokenOutput)]
@@ -85,3 +88,31 @@ def test_b08_a_windowed_prompt_gives_the_same_whatever_the_cache_has_kept(
             generate(core, [1 + turn, *tiny.prompt(40 * turn + 8)])
     assert num_cached[0] == 0
     assert num_cached[1] == (length - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("length", [15, 33, 90])
+@pytest.mark.parametrize("caching", [False, True])
+def test_sequences_that_fork_equal_those_of_the_next_seeds(core: EngineCore, length: int, caching: bool) -> None:
+    one = msgspec.structs.replace(PARAMS, temperature=2.0)
+    prompt = tiny.prompt(length)
+    with host(core, caching=False):
+        expected = [tokens(generate(core, prompt, one, seed=3 + index)) for index in range(3)]
+    with host(core, caching=caching):
+        outputs = generate(core, prompt, msgspec.structs.replace(one, n=3), seed=3)
+    names = [sequence_id("a", index) for index in range(3)]
+    assert [tokens([it for it in outputs if it.sequence_id == name]) for name in names] == expected
+    assert len(set(map(tuple, expected))) == 3
+
+
+@pytest.mark.parametrize("length", [31, 33, 100])
+def test_b03_a_longer_prompt_goes_on_from_what_is_cached(core: EngineCore, length: int) -> None:
+    """The next turn of a conversation: the prompt, its answer, and something new."""
+    with host(core, caching=False):
+        answer = tokens(generate(core, tiny.prompt(length)))
+        turn = [*tiny.prompt(length), *answer, 9, 8, 7]
+        expected = tokens(generate(core, turn))
+    with host(core, caching=True):
+        assert tokens(generate(core, tiny.prompt(length))) == answer
+        outputs = generate(core, turn)
+    assert tokens(outputs) == expected
+    assert outputs[0].num_cached_tokens == (length + len(answer) - 1) // 16 * 16
