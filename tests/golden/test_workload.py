@@ -12,8 +12,7 @@ from jaxpage import RequestOutput, SamplingParams, StructuredOutputsParams
 from jaxpage.frontend import open_request
 from jaxpage.loops import LOOPS
 
-NUM_REQUESTS = {"smollm2-135m": 50, "gemma3-270m": 20}
-FULL_NUM_REQUESTS = 200
+NUM_REQUESTS, FULL_NUM_REQUESTS = 50, 200
 STRUCTURES = (
     *[None] * 4,
     StructuredOutputsParams(regex="[a-z]{3}|[0-9]+"),
@@ -32,7 +31,13 @@ class Work:
     """Tokens of which, at the latest, the client has had enough."""
 
 
-@pytest.fixture(scope="module", params=CASES)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every model or, unless a test run is a full one, the first."""
+    models = list(CASES) if metafunc.config.getoption("--full") else list(CASES)[:1]
+    metafunc.parametrize("model", models, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, full: bool) -> Iterator[Model]:
     with open_model(request.param, full=full) as model:
         yield model
@@ -100,7 +105,7 @@ def serve(model: Model, work: Sequence[Work]) -> list[RequestOutput]:
 
 
 def test_a_random_workload_gives_the_same_in_every_mode(model: Model, full: bool) -> None:
-    work = workload(model.prompts, FULL_NUM_REQUESTS if full else NUM_REQUESTS[model.name])
+    work = workload(model.prompts, FULL_NUM_REQUESTS if full else NUM_REQUESTS)
     given: dict[str, list[RequestOutput]] = {}
     for mode in LOOPS:
         with model.host(caching=True, num_blocks=model.case.crowded_pool, mode=mode) as scheduler:
