@@ -1,8 +1,7 @@
 """Runs an engine from an artifact on devices that `described_driver/` describes, and prints what came of it, as JSON.
 
 A process of its own, for which those are CUDA's libraries. Nothing is computed, and every token is 0. What is real is
-JAX's client for GPUs, what it loads, and what it and the engine ask of a driver. So requests here are only such as
-leave no program a branch to take: it would go by what happens to stand in memory, on each device by something else.
+JAX's client for GPUs, what it loads, and what it and the engine ask of a driver.
 """
 
 import ctypes
@@ -10,6 +9,7 @@ import faulthandler
 import json
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import jax
 from jax._src import hardware_utils
@@ -19,17 +19,23 @@ from jaxpage.engine_core import EngineCore
 from jaxpage.errors import ConfigError
 from jaxpage.runner.step import trace_counts
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.wire import AddRequest
+from jaxpage.wire import AddRequest, TokenOutput
 
 COUNTS = (
     *("modules", "functions", "launches", "graphs", "in_graphs", "collectives"),
     *("copies_in", "copies_out", "copies_within", "waits"),
 )
-NUM_STEPS, MAX_TOKENS = 6, 16
+NUM_STEPS, MAX_TOKENS = 7, 16
 PATIENCE_SECONDS = 120
 """After so long, a host that waits for a device which lags will wait for ever: it is told where."""
 COMPILED = "/jax/core/compile/backend_compile_duration"
-PARAMS = {"greedy": {"temperature": 0.0}, "random": {"temperature": 0.7, "top_p": 0.9}}
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "random": {"temperature": 0.7, "top_p": 0.9},
+    "any": {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logprobs": 3},
+    "forked": {"n": 2},
+}
+"""Of each kind of request: every way to draw, and two sequences of a prompt."""
 
 
 class Driver:
@@ -57,21 +63,27 @@ class Steps:
     def __init__(self, core: EngineCore, driver: Driver) -> None:
         self._core, self._driver = core, driver
         self.tokens: list[int] = []
+        self.num_logprobs = 0
 
     def take(self) -> dict[str, int]:
-        before = self._driver.counts()
-        self.tokens += [token for output in self._core.step() for token in output.token_ids]
-        return {name: count - before[name] for name, count in self._driver.counts().items()}
+        before, runner = self._driver.counts(), self._core.runner
+        with patch.object(runner, "dispatch", wraps=runner.dispatch) as dispatch:
+            for output in self._core.step():
+                assert isinstance(output, TokenOutput)
+                self.tokens += output.token_ids
+                self.num_logprobs += len(output.logprobs or ())
+        asked = {name: count - before[name] for name, count in self._driver.counts().items()}
+        return asked | {"block_copies": sum(len(call.args[0].block_copies) for call in dispatch.call_args_list)}
 
 
-def decode(core: EngineCore, driver: Driver, params: dict[str, float]) -> dict[str, Any]:
+def decode(core: EngineCore, driver: Driver, params: dict[str, Any]) -> dict[str, Any]:
     """The steps of three requests: the first, one whose programs have run, one for which devices lag a step behind."""
     found: dict[str, Any] = {}
     for name in ("first", "later", "lagging"):
         steps, before, num_before = Steps(core, driver), driver.counts(), core.loop.num_steps
         options = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **params)
         core.add(AddRequest(name, [5, 6, 7], options, 0, MAX_TOKENS))
-        taken = [steps.take() for _ in range(3)]  # the prompt, and two steps in flight
+        taken = [steps.take() for _ in range(2)]  # the prompt, and a step in flight; with the next, sequences fork
         if name == "lagging":
             later = found["later"]["steps"][-1]
             driver.lag(later["launches"] + later["graphs"])
@@ -87,6 +99,7 @@ def decode(core: EngineCore, driver: Driver, params: dict[str, float]) -> dict[s
             "waiting": waiting,
             "num_steps": core.loop.num_steps - num_before,
             "num_tokens": len(steps.tokens),
+            "num_logprobs": steps.num_logprobs,
             "all": {name: count - before[name] for name, count in driver.counts().items()},
         }
     return found

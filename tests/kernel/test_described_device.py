@@ -28,6 +28,7 @@ LIBRARIES = ("libcuda.so.1", "libcudart.so.12", "libnvidia-ml.so.1", "libnccl.so
 SHAPES = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
 LATER = {"max_model_len": 64, "num_blocks": 20}
 NUM_LAYERS = 2
+KINDS = ("greedy", "random", "any", "forked")
 
 Found = dict[str, Any]
 
@@ -174,14 +175,14 @@ def test_another_gpu_refuses_an_artifact_by_name(
     assert "compiled for devices '1 x NVIDIA H200', and here is '1 x NVIDIA A100-SXM4-80GB'" in refused
 
 
-@pytest.mark.parametrize("kind", ["greedy", "random"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_decode_step_waits_for_no_device(found: Found, kind: str) -> None:
     """Once a program has run: JAX waits for constants of a program to be there, when it runs for the first time."""
     for request in ("later", "lagging"):
         assert [step["waits"] for step in found[kind][request]["steps"]] == [0] * 9
 
 
-@pytest.mark.parametrize("kind", ["greedy", "random"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_host_sends_off_a_step_before_a_device_has_begun_the_one_before(found: Found, kind: str) -> None:
     """They run a launch only when the next step's has come: a host that waits in between waits for ever.
 
@@ -189,19 +190,26 @@ def test_the_host_sends_off_a_step_before_a_device_has_begun_the_one_before(foun
     """
     lagging = found[kind]["lagging"]
     launches = [step["launches"] + step["graphs"] for step in lagging["steps"][3:]]
-    assert all(waiting >= number > 0 for waiting, number in zip(lagging["waiting"], launches, strict=True))
-    assert lagging["num_tokens"] == found[kind]["later"]["num_tokens"] == 16
+    assert all(waiting >= number > 0 for waiting, number in zip(lagging["waiting"][1:], launches, strict=True))
+    assert lagging["num_tokens"] == found[kind]["later"]["num_tokens"] == (32 if kind == "forked" else 16)
 
 
-@pytest.mark.parametrize("kind", ["greedy", "random"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_decode_step_is_asked_for_alike(found: Found, kind: str) -> None:
-    """One small array goes to each device, and a token for each row comes back."""
+    """One small array goes to each device, and a token for each row comes back; with log-probabilities, four more."""
     later, num_gpus = found[kind]["later"], len(found["devices"])
     asked = [{name: step[name] for name in ("launches", "graphs", "in_graphs", "copies_in")} for step in later["steps"]]
     assert asked[3:] == [asked[3]] * 6
     assert asked[3]["copies_in"] == num_gpus
-    assert later["all"]["copies_out"] == later["num_steps"]
+    assert later["all"]["copies_out"] == later["num_steps"] * (5 if kind == "any" else 1)
     assert later["all"]["modules"] == 0
+
+
+def test_what_else_is_asked_for_is_done(found: Found) -> None:
+    """Log-probabilities come with every token; a fork copies the block that both sequences go on in."""
+    for request in ("later", "lagging"):
+        assert found["any"][request]["num_logprobs"] == 16
+        assert [step["block_copies"] for step in found["forked"][request]["steps"]] == [0, 0, 1] + [0] * 6
 
 
 def test_a_greedy_step_is_two_graphs(single: tuple[Path, Found]) -> None:

@@ -42,10 +42,11 @@ struct unique_id {
 };
 struct communicator {
     struct unique_id id;
+    int num_ranks;
 };
 
 int ncclGetVersion(int *version) {
-    *version = 22703;
+    *version = 22807;
     return 0;
 }
 int ncclGetUniqueId(struct unique_id *id) {
@@ -57,7 +58,11 @@ int ncclCommInitRankConfig(
     struct communicator **made, int num_ranks, struct unique_id id, int rank, const void *config
 ) {
     *made = malloc(sizeof **made);
-    (*made)->id = id;
+    **made = (struct communicator){id, num_ranks};
+    return 0;
+}
+int ncclCommCount(const struct communicator *communicator, int *number) {
+    *number = communicator->num_ranks;
     return 0;
 }
 int ncclCommGetAsyncError(struct communicator *communicator, int *error) {
@@ -71,8 +76,24 @@ int ncclAllReduce(
 ) {
     return enqueue(stream, (struct op){.kind = LAUNCH, .is_collective = true});
 }
+int ncclReduceScatter(
+    const void *from, void *to, size_t size, int type, int operation, struct communicator *communicator, CUstream stream
+) {
+    return enqueue(stream, (struct op){.kind = LAUNCH, .is_collective = true});
+}
 int ncclAllGather(
     const void *from, void *to, size_t size, int type, struct communicator *communicator, CUstream stream
 ) {
+    return enqueue(stream, (struct op){.kind = LAUNCH, .is_collective = true});
+}
+int ncclAlltoAll(
+    const void *from, void *to, size_t size, int type, struct communicator *communicator, CUstream stream
+) {
+    return enqueue(stream, (struct op){.kind = LAUNCH, .is_collective = true});
+}
+int ncclSend(const void *from, size_t size, int type, int peer, struct communicator *communicator, CUstream stream) {
+    return enqueue(stream, (struct op){.kind = LAUNCH, .is_collective = true});
+}
+int ncclRecv(void *to, size_t size, int type, int peer, struct communicator *communicator, CUstream stream) {
     return enqueue(stream, (struct op){.kind = LAUNCH, .is_collective = true});
 }
