@@ -1,5 +1,6 @@
 """Runs an engine from an artifact on devices that `described_driver/` describes, and prints what came of it, as JSON.
 
+Arguments: options of the engine, as JSON, and which kinds of requests it is to serve.
 A process of its own, for which those are CUDA's libraries. Nothing is computed, and every token is 0. What is real is
 JAX's client for GPUs, what it loads, and what it and the engine ask of a driver.
 """
@@ -105,7 +106,7 @@ def decode(core: EngineCore, driver: Driver, params: dict[str, Any]) -> dict[str
     return found
 
 
-def main(options: dict[str, Any]) -> dict[str, Any]:
+def main(options: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
     hardware_utils.has_visible_nvidia_gpu = lambda: True  # JAX looks for device files before it asks the driver
     num_compiles = 0
 
@@ -128,8 +129,8 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
         "traces": dict(trace_counts),
         "ready": driver.counts(),
     }
-    return found | {name: decode(core, driver, params) for name, params in PARAMS.items()}
+    return found | {kind: decode(core, driver, PARAMS[kind]) for kind in kinds}
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(json.loads(sys.argv[1]))))
+    print(json.dumps(main(json.loads(sys.argv[1]), sys.argv[2:])))

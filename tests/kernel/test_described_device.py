@@ -29,6 +29,8 @@ SHAPES = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
 LATER = {"max_model_len": 64, "num_blocks": 20}
 NUM_LAYERS = 2
 KINDS = ("greedy", "random", "any", "forked")
+A_LITTLE_MEMORY = 0.01
+"""Of each GPU's. JAX keeps tables about all that it takes, in the host's memory: 3 GiB for a whole H200."""
 
 Found = dict[str, Any]
 
@@ -54,7 +56,8 @@ def environment(**extra: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("described") / "model"
-    tiny.write_checkpoint(folder, tiny.TINY["llama"], tiny.make_weights(tiny.TINY["llama"]))
+    config = tiny.TINY["llama"] | {"num_attention_heads": 8}  # and 2 KV heads, of which 8 GPUs have 4 copies each
+    tiny.write_checkpoint(folder, config, tiny.make_weights(config))
     return folder
 
 
@@ -115,16 +118,27 @@ def artifact(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return make
 
 
-def run(libraries: Path, model: Path, programs: Path, num_gpus: int = 1) -> Found:
-    """What `described_engine.py` prints where these libraries are CUDA's."""
+def run(
+    libraries: Path,
+    model: Path,
+    programs: Path,
+    num_gpus: int = 1,
+    kinds: tuple[str, ...] = (),
+    memory_fraction: float | None = None,
+) -> Found:
+    """What `described_engine.py` prints where these libraries are CUDA's.
+
+    memory_fraction: what JAX takes of each GPU's memory; None for its default.
+    """
     options = SHAPES | {"model": str(model), "programs": str(programs), "tensor_parallel_size": num_gpus}
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("described_engine.py"), json.dumps(options)],
+        [sys.executable, Path(__file__).with_name("described_engine.py"), json.dumps(options), *kinds],
         env=environment(
             JAX_PLATFORMS="cuda",
             JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
             LD_LIBRARY_PATH=str(libraries),
             DESCRIBED_DEVICES=str(num_gpus),
+            **({} if memory_fraction is None else {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(memory_fraction)}),
         ),
         capture_output=True,
         text=True,
@@ -138,13 +152,13 @@ def run(libraries: Path, model: Path, programs: Path, num_gpus: int = 1) -> Foun
 def single(h200: Path, model: Path, artifact: Callable[[int], Path]) -> tuple[Path, Found]:
     """An artifact for one H200, and what came of it there."""
     programs = artifact(1)
-    return programs, run(h200, model, programs)
+    return programs, run(h200, model, programs, kinds=KINDS)
 
 
 @pytest.fixture(scope="module")
 def pair(h200: Path, model: Path, artifact: Callable[[int], Path]) -> Found:
     """The same of two."""
-    return run(h200, model, artifact(2), 2)
+    return run(h200, model, artifact(2), 2, KINDS, A_LITTLE_MEMORY)
 
 
 @pytest.fixture(scope="module", params=["single", "pair"])
@@ -161,11 +175,24 @@ def test_a_gpu_client_finds_what_is_described(single: tuple[Path, Found]) -> Non
     assert 0 <= found["bytes_limit"] - target.pool_bytes < 2 * 2**20
 
 
-def test_every_program_is_loaded_and_none_is_traced_or_compiled(found: Found) -> None:
+def check_that_all_is_loaded(found: Found) -> None:
     stats = found["stats"]
     assert stats["num_programs_loaded"] == stats["num_programs"] == stats["num_programs_wanted"] > 10
     assert found["traces"] == {}
     assert found["num_compiles"] == 0
+
+
+def test_every_program_is_loaded_and_none_is_traced_or_compiled(found: Found) -> None:
+    check_that_all_is_loaded(found)
+
+
+def test_every_program_for_eight_gpus_is_loaded(h200: Path, model: Path, artifact: Callable[[int], Path]) -> None:
+    """And a greedy step there waits for no device either."""
+    found = run(h200, model, artifact(8), 8, ("greedy",), A_LITTLE_MEMORY)
+    assert len(found["devices"]) == 8
+    check_that_all_is_loaded(found)
+    for request in ("later", "lagging"):
+        check_that_no_step_waits(found["greedy"][request])
 
 
 def test_another_gpu_refuses_an_artifact_by_name(
@@ -175,11 +202,15 @@ def test_another_gpu_refuses_an_artifact_by_name(
     assert "compiled for devices '1 x NVIDIA H200', and here is '1 x NVIDIA A100-SXM4-80GB'" in refused
 
 
+def check_that_no_step_waits(decoded: Found) -> None:
+    assert [step["waits"] for step in decoded["steps"]] == [0] * 9
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_decode_step_waits_for_no_device(found: Found, kind: str) -> None:
     """Once a program has run: JAX waits for constants of a program to be there, when it runs for the first time."""
     for request in ("later", "lagging"):
-        assert [step["waits"] for step in found[kind][request]["steps"]] == [0] * 9
+        check_that_no_step_waits(found[kind][request])
 
 
 @pytest.mark.parametrize("kind", KINDS)
