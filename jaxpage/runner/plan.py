@@ -160,6 +160,13 @@ def pack_admission(admitted: AdmittedRequest, capacity: int, layout: KVLayout, *
     return whole
 
 
+def empty_admission(capacity: int, layout: KVLayout, *, drafts: bool = False) -> np.ndarray:
+    """Of no request: its row is out of range."""
+    packed = np.zeros(admission_size(capacity, layout, drafts=drafts), np.int32)
+    packed[0] = _UNUSED
+    return packed
+
+
 def unpack_admission(packed: jax.Array, capacity: int, num_groups: int) -> AdmittedRow:
     """The inverse of `pack_admission`, in a compiled program."""
     row, num_tokens, num_prompt_tokens, num_computed_tokens, top_k, min_tokens, num_logprobs, *others = packed[
@@ -202,3 +209,10 @@ def pack_rules(row: int, request: Request, vocab_size: int) -> np.ndarray:
     params = request.params
     rules = rules_layout(vocab_size).pack(params.allowed_token_ids, params.logit_bias, request.bad_words)
     return np.concatenate([np.array([row], np.int32), rules])
+
+
+def empty_rules(vocab_size: int) -> np.ndarray:
+    """Of no request: their row is out of range."""
+    packed = np.zeros(1 + rules_layout(vocab_size).size, np.int32)
+    packed[0] = _UNUSED
+    return packed

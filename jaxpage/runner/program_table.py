@@ -1,11 +1,12 @@
 """The programs of one engine, made ready in the order of their use: what can serve first, the rest meanwhile."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from jaxpage.models.params import Params
 from jaxpage.ops.attention import KVCache, logits_sharding
 from jaxpage.request import Draw
 from jaxpage.runner.buckets import Bucket, by_usefulness, choose_bucket
-from jaxpage.runner.plan import NUM_EDITS, admission_size, empty_forks, pack_draws, pack_edits, rules_layout
+from jaxpage.runner.plan import NUM_EDITS, empty_admission, empty_forks, empty_rules, pack_draws, pack_edits
 from jaxpage.runner.pooling import NUM_POOLED
 from jaxpage.runner.program_config import ProgramConfig
 from jaxpage.runner.programs import ProgramStore
@@ -204,6 +205,24 @@ class ProgramTable:
         self.go_on()
         return self._small[name].result()
 
+    def rehearsal(self) -> Iterator[tuple[str, np.ndarray, tuple[int, ...]]]:
+        """What `DeviceBatch.run` takes to run every program that is ready, with nothing in it.
+
+        In a batch whose last step had no rows, it changes nothing but what `BatchState.hidden` holds.
+        """
+        for capacity in tuple(self._admit):
+            yield "admit", self._no_admission(capacity), (capacity,)
+        drawn: set[_DrawShape] = set()
+        for bucket in tuple(self._steps):
+            shape = self._shape_of(bucket)
+            kinds = [*self._draws[shape], *([Draw.ANY] if self._draw_any[shape].done() else [])]
+            for kind in kinds[:1] if shape in drawn else kinds:
+                yield "step", self._edits(NUM_EDITS), (*dataclasses.astuple(bucket), kind)
+            drawn.add(shape)
+        for name, program in self._small.items():
+            if program.done():
+                yield name, self._nothing(name), ()
+
     def _later[T](self, work: Callable[..., T], *what: Any) -> Future[T]:
         def when_it_may() -> T:
             self._may_go_on.wait(_PATIENCE_SECONDS)
@@ -260,8 +279,7 @@ class ProgramTable:
     def _compile_admission(self, capacity: int) -> None:
         self._is_traced.wait()
         state = self._shapes.state
-        size = admission_size(capacity, self._shapes.kv_cache.layout, drafts=state.drafts is not None)
-        args = (state, np.zeros(size, np.int32))
+        args = (state, self._no_admission(capacity))
         self._admit[capacity] = self._get("admit", capacity, args, lambda: compile_admit(capacity, *args))
 
     def _shape_of(self, bucket: Bucket) -> _DrawShape:
@@ -291,24 +309,41 @@ class ProgramTable:
         config = self._config
         make: Callable[..., jax.stages.Compiled]
         args: tuple[Any, ...]
+        told = self._nothing(name)
         match name:
             case "fork":
-                args = (kv_cache, state, empty_forks(state.num_rows, len(kv_cache.layout.groups)))
-                make = compile_fork
+                args, make = (kv_cache, state, told), compile_fork
             case "edit":
-                args, make = (state, self._edits(self.edit_capacity)), compile_edit
+                args, make = (state, told), compile_edit
             case "rules":
-                packed = np.zeros(1 + rules_layout(config.model.vocab_size).size, np.int32)
-                args, make = (state, packed), compile_rules
+                args, make = (state, told), compile_rules
             case "score":
-                packed = np.zeros((2, NUM_SCORED_TOKENS), np.int32)
-                args, make = (params, state.hidden, packed), partial(compile_score, config)
+                args, make = (params, state.hidden, told), partial(compile_score, config)
             case "pool":
-                args, make = (state.hidden, np.zeros((2, NUM_POOLED), np.int32)), compile_pool
+                args, make = (state.hidden, told), compile_pool
             case _:
-                packed = np.zeros(NUM_SCORED_ROWS, np.int32)
-                args, make = (params, state.hidden, packed), partial(compile_score_rows, config)
+                args, make = (params, state.hidden, told), partial(compile_score_rows, config)
         return self._get(name, config, args, lambda: make(*args))
+
+    def _nothing(self, name: str) -> np.ndarray:
+        """What one of the small programs is told when there is nothing for it to do."""
+        state, vocab_size = self._shapes.state, self._config.model.vocab_size
+        match name:
+            case "fork":
+                return empty_forks(state.num_rows, len(self._shapes.kv_cache.layout.groups))
+            case "edit":
+                return self._edits(self.edit_capacity)
+            case "rules":
+                return empty_rules(vocab_size)
+            case "score":
+                return np.zeros((2, NUM_SCORED_TOKENS), np.int32)
+            case "pool":
+                return np.zeros((2, NUM_POOLED), np.int32)
+        return np.zeros(NUM_SCORED_ROWS, np.int32)
+
+    def _no_admission(self, capacity: int) -> np.ndarray:
+        drafts = self._shapes.state.drafts is not None
+        return empty_admission(capacity, self._shapes.kv_cache.layout, drafts=drafts)
 
     def _edits(self, capacity: int) -> np.ndarray:
         return pack_edits(np.zeros((2, 0), np.int32), capacity)

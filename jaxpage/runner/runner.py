@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -89,6 +90,7 @@ class Runner:
         self.max_model_len = blueprint.max_model_len
         # Other processes must have what this one runs, and what an artifact lacks must be told before serving.
         self._background = config.background_compile and config.num_processes == 1 and config.programs is None
+        self._rehearses = device.platform != "cpu"
         self._strict = config.strict_shapes
         self._num_recompiles = 0
         self._store = ProgramStore(folder, mesh, compiles=config.programs is None)
@@ -126,11 +128,26 @@ class Runner:
     def warm_up(self) -> None:
         """Return when every step of `token_budget` tokens can run; with `background_compile`, the rest follow.
 
-        Of several processes, all must have all programs: a step in one of them waits for the others.
+        Of several processes, all must have all programs: a step in one of them waits for the others. What is ready has
+        then run on a GPU.
         """
         self._programs.wait(background=self._background)
         if isinstance(self._others, Followers):
             self._others.wait_ready()
+        if self._rehearses and not isinstance(self._others, Leader):
+            self._rehearse()
+
+    def _rehearse(self) -> None:
+        """Run every program that is ready, in every process, with nothing in it, and wait for all.
+
+        A GPU takes a program's code, and what its collectives need, only when it runs for the first time: the first
+        requests would wait for that. What cannot run is told before anything is served.
+        """
+        started = time.perf_counter()
+        given = [self._run(*launch) for launch in self._programs.rehearsal()]
+        jax.block_until_ready((given, self._batch.state))
+        seconds = time.perf_counter() - started
+        logger.info("%d runs of programs with nothing in them took %.1f s", len(given), seconds)
 
     def follow(self) -> None:
         """Run what the leading process runs; ends with it."""

@@ -104,6 +104,7 @@ def test_decode_equals_dense_attention(
     seed=st.integers(0, 2**16),
 )
 @example(Attention(), [(40, 0)], 16, 16, 1, 0, 0)
+@example(Attention(), [(0, 0), (0, 0)], 16, 16, 1, 20, 0)  # as every program runs before an engine on a GPU serves
 @example(Attention(has_sinks=True), [(40, 0), (20, 20), (5, 0)], 16, 16, 4, 7, 0)
 def test_mixed_steps_equal_dense_attention(
     attention: Attention,

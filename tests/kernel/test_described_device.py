@@ -187,7 +187,7 @@ def test_every_program_is_loaded_and_none_is_traced_or_compiled(found: Found) ->
 
 
 def test_every_program_for_eight_gpus_is_loaded(h200: Path, model: Path, artifact: Callable[[int], Path]) -> None:
-    """And a greedy step there waits for no device either."""
+    """All of them run there, and a greedy step waits for no device either."""
     found = run(h200, model, artifact(8), 8, ("greedy",), A_LITTLE_MEMORY)
     assert len(found["devices"]) == 8
     check_that_all_is_loaded(found)
@@ -208,9 +208,17 @@ def check_that_no_step_waits(decoded: Found) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_decode_step_waits_for_no_device(found: Found, kind: str) -> None:
-    """Once a program has run: JAX waits for constants of a program to be there, when it runs for the first time."""
     for request in ("later", "lagging"):
         check_that_no_step_waits(found[kind][request])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_request_finds_all_code_on_the_devices(found: Found, kind: str) -> None:
+    """Every program has run before the engine was ready, and there JAX has waited for constants to be there."""
+    assert found["ready"]["modules"] > 100
+    assert found["ready"]["waits"] > 0
+    assert found[kind]["first"]["all"]["modules"] == 0
+    check_that_no_step_waits(found[kind]["first"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,5 +1,6 @@
 """The engine core in this process: the same tokens whatever the batch, and no compiling once it is warm."""
 
+import dataclasses
 import logging
 import shutil
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import tiny
 
@@ -141,6 +143,35 @@ def test_serving_after_warm_up_traces_and_compiles_nothing(
         serve(engine, [request("stopped", 150, 40, ignore_eos=False, stop_token_ids=(7, 9))])
     assert dict(trace_counts) == before
     assert [record.getMessage() for record in caplog.records if "ompil" in record.getMessage()] == []
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+def test_programs_that_run_with_nothing_in_them_change_nothing(folder: Path, speculates: bool) -> None:
+    """As all do on a GPU before it serves: they leave cache and batch bit for bit, but for a step's hidden states."""
+    speculative = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}} if speculates else {}
+    runner = make_engine(folder, max_num_seqs=4, max_num_batched_tokens=64, **speculative).runner
+    batch = runner._batch
+    rng = np.random.default_rng(0)
+
+    def fill(array: jax.Array) -> jax.Array:
+        numbers = rng.integers(0, 2 if array.dtype == bool else 60, array.shape)
+        return jax.device_put(numbers.astype(array.dtype), array.sharding)
+
+    def everything() -> dict[str, np.ndarray]:
+        leaves = jax.tree_util.tree_leaves_with_path((batch.state, batch._kv_cache))
+        return {name: np.array(leaf) for path, leaf in leaves if "hidden" not in (name := jax.tree_util.keystr(path))}
+
+    places = batch.state.places
+    state, batch._kv_cache = jax.tree.map(fill, (batch.state, batch._kv_cache))
+    batch.state = dataclasses.replace(state, places=places)
+    before = everything()
+    assert len(before) > 20
+    assert {program for program, *_ in runner._programs.rehearsal()} == {
+        *("admit", "step", "edit", "fork", "rules", "score", "score_rows", "pool")
+    }
+    runner._rehearse()
+    for name, array in everything().items():
+        np.testing.assert_array_equal(array, before[name], err_msg=name)
 
 
 def test_strict_shapes_makes_an_implicit_transfer_an_error(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:

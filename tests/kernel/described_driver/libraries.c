@@ -40,29 +40,53 @@ int nvmlSystemGetDriverVersion(char *version, unsigned size) {
 struct unique_id {
     char bytes[128];
 };
-struct communicator {
-    struct unique_id id;
-    int num_ranks;
+struct communicator {  // a rank's; those of one name exchange
+    char name[128];
+    int num_splits;
+    struct communicator *next;
 };
+
+static struct communicator *communicators;
+
+static struct communicator *join(const char *name) {
+    struct communicator *made = calloc(1, sizeof *made);
+    snprintf(made->name, sizeof made->name, "%s", name);
+    pthread_mutex_lock(&mutex);
+    made->next = communicators;
+    communicators = made;
+    pthread_mutex_unlock(&mutex);
+    return made;
+}
 
 int ncclGetVersion(int *version) {
     *version = 22807;
     return 0;
 }
 int ncclGetUniqueId(struct unique_id *id) {
-    *id = (struct unique_id){"described devices"};
+    static long number;
+    snprintf(id->bytes, sizeof id->bytes, "%ld", __atomic_add_fetch(&number, 1, __ATOMIC_RELAXED));
     return 0;
 }
 const char *ncclGetErrorString(int error) { return "refused by a library that only describes devices"; }
 int ncclCommInitRankConfig(
     struct communicator **made, int num_ranks, struct unique_id id, int rank, const void *config
 ) {
-    *made = malloc(sizeof **made);
-    **made = (struct communicator){id, num_ranks};
+    *made = join(id.bytes);
+    return 0;
+}
+int ncclCommSplit(struct communicator *whole, int color, int key, struct communicator **made, const void *config) {
+    char name[128];
+    int length = snprintf(name, sizeof name, "%s/%d.%d", whole->name, whole->num_splits++, color);
+    if (length >= (int)sizeof name) return 3;
+    *made = color < 0 ? NULL : join(name);
     return 0;
 }
 int ncclCommCount(const struct communicator *communicator, int *number) {
-    *number = communicator->num_ranks;
+    *number = 0;
+    pthread_mutex_lock(&mutex);
+    for (struct communicator *each = communicators; each; each = each->next)
+        *number += !strcmp(each->name, communicator->name);
+    pthread_mutex_unlock(&mutex);
     return 0;
 }
 int ncclCommGetAsyncError(struct communicator *communicator, int *error) {
