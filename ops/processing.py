@@ -112,7 +112,7 @@ def _same(logits: jax.Array) -> jax.Array:
 
 
 def _penalize(logits: jax.Array, state: ProcessingState, *, at_once: bool) -> jax.Array:
-    in_prompt, in_output = jnp.split(_count_tokens(state, logits.shape[1], at_once=at_once), 2, axis=1)
+    in_prompt, in_output = _count_tokens(state, logits.shape[1], at_once=at_once)
     repetition = state.repetition_penalty[:, None]
     penalized = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(in_prompt + in_output > 0, penalized, logits)
@@ -121,7 +121,7 @@ def _penalize(logits: jax.Array, state: ProcessingState, *, at_once: bool) -> ja
 
 
 def _count_tokens(state: ProcessingState, vocab_size: int, *, at_once: bool) -> jax.Array:
-    """How often prompt and, behind it, output of each penalized row hold each token, as [rows, 2 * vocab] int32.
+    """How often prompt and output of each penalized row hold each token, as [2, rows, vocab] int32.
 
     Takes as long as the longest of these rows; or, at once, as the longest that there may be.
     """
@@ -132,10 +132,10 @@ def _count_tokens(state: ProcessingState, vocab_size: int, *, at_once: bool) -> 
     def count_tile(index: jax.Array, counts: jax.Array) -> jax.Array:
         positions = index * tile + jnp.arange(tile)
         ids = state.token_ids[state.rows[:, None], jnp.minimum(positions, max_model_len - 1)]
-        places = ids + jnp.where(positions < state.num_prompt_tokens[:, None], 0, vocab_size)
-        return counts.at[row, jnp.where(positions < lengths[:, None], places, UNUSED)].add(1, mode="drop")
+        part = (positions >= state.num_prompt_tokens[:, None]).astype(jnp.int32)
+        return counts.at[part, row, jnp.where(positions < lengths[:, None], ids, UNUSED)].add(1, mode="drop")
 
-    none = jnp.zeros((num_rows, 2 * vocab_size), jnp.int32)
+    none = jnp.zeros((2, num_rows, vocab_size), jnp.int32)
     return jax.lax.fori_loop(0, 1 if at_once else -(-jnp.max(lengths) // tile), count_tile, none)
 
 
