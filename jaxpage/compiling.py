@@ -87,7 +87,7 @@ class _ReportingStore(ProgramStore):
     """Prints a line for each program, and refuses one that does not fit."""
 
     def __init__(self, folder: Path, mesh: Mesh, memory_bytes: int) -> None:
-        super().__init__(folder, mesh)
+        super().__init__(folder, mesh, must_keep=True)
         self._memory_bytes = memory_bytes
         self._printing = threading.Lock()
 

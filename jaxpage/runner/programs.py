@@ -45,10 +45,11 @@ class CompileStats:
 class ProgramStore:
     """Compiles programs, or loads them from `folder`."""
 
-    def __init__(self, folder: Path, mesh: Mesh, *, compiles: bool = True) -> None:
-        """With `compiles` false, what `folder` lacks is an error."""
+    def __init__(self, folder: Path, mesh: Mesh, *, compiles: bool = True, must_keep: bool = False) -> None:
+        """With `compiles` false, what `folder` lacks is an error; with `must_keep`, what cannot be written there."""
         self._folder = folder
         self._compiles = compiles
+        self._must_keep = must_keep
         self._devices = list(mesh.devices.flat)
         self._environment = environment(mesh)
         self._lock = threading.Lock()
@@ -94,11 +95,21 @@ class ProgramStore:
         return self._folder / (hashlib.sha256("\n".join(parts).encode()).hexdigest() + ".program")
 
     def save(self) -> None:
-        """Write what was compiled since the last time."""
+        """Write what was compiled since the last time.
+
+        A folder that cannot be written to, or a disk that is full, costs the next start its time and no request its
+        answer. Raises `OSError` with `must_keep` alone.
+        """
         with self._lock:
             unsaved, self._unsaved = self._unsaved, []
         for path, program in unsaved:
-            _save(path, program)
+            try:
+                _save(path, program)
+            except OSError as error:
+                if self._must_keep:
+                    raise
+                logger.warning("compiled programs cannot be kept, and the next start compiles them again: %s", error)
+                return
 
     def _load(self, path: Path) -> jax.stages.Compiled | None:
         if not path.exists():
@@ -116,9 +127,10 @@ class ProgramStore:
 def _save(path: Path, program: jax.stages.Compiled) -> None:
     """Write through a temporary file, so that no reader ever sees half a program."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete_on_close=False) as file:
         file.write(pickle.dumps(serialize_executable.serialize(program)))
-    os.replace(file.name, path)
+        file.close()
+        os.replace(file.name, path)
 
 
 def environment(mesh: Mesh) -> dict[str, str]:
