@@ -56,11 +56,13 @@ class ByGroup(LoadFileScheduling):
         return GROUPS[_PLACES[file.stem][0]][0] if file.stem in _PLACES else str(file)
 
 
+@pytest.hookimpl(optionalhook=True)  # `-p no:xdist` knows neither
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores, as some will be waiting for a server or a file."""
     return (os.cpu_count() or 1) + 1
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByGroup:
     """Called where tests run in several processes."""
     config.option.loadscopereorder = False
