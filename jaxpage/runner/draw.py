@@ -83,7 +83,7 @@ def draw_tokens(
     if draft_state is not None and config.speculative is not None:
         with jax.named_scope("propose"):
             draft_state, token_ids, num_drafts = draft_state.propose(
-                token_ids, rows, num_known, draws, config.speculative
+                *(token_ids, rows, num_known, draws, config.speculative), at_once=target.at_once
             )
     num_computed = jnp.where(is_first, step.query_lens - num_checked + num_accepted, -undone)
     updated = dataclasses.replace(

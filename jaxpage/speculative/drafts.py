@@ -41,15 +41,23 @@ class DraftState:
         return jnp.clip(end - num_computed, 0, query_lens)
 
     def propose(
-        self, token_ids: jax.Array, rows: jax.Array, num_tokens: jax.Array, draws: jax.Array, config: SpeculativeConfig
+        self,
+        token_ids: jax.Array,
+        rows: jax.Array,
+        num_tokens: jax.Array,
+        draws: jax.Array,
+        config: SpeculativeConfig,
+        *,
+        at_once: bool,
     ) -> tuple["DraftState", jax.Array, jax.Array]:
         """New drafts behind the tokens of the rows that have drawn: the state, `token_ids` with them, and how many.
 
-        token_ids: [batch rows, max_model_len] int32; rows, num_tokens: [rows] int32; draws: [rows] bool.
+        token_ids: [batch rows, max_model_len] int32; rows, num_tokens: [rows] int32; draws: [rows] bool; at_once: see
+        `ngram.propose`.
         """
         num_rows, places = token_ids.shape[0], jnp.arange(config.num_speculative_tokens)
         wanted = draws & (self.draft_end[rows] > num_tokens)
-        drafts, found = propose(token_ids, rows, jnp.where(wanted, num_tokens, 0), config)
+        drafts, found = propose(token_ids, rows, jnp.where(wanted, num_tokens, 0), config, at_once=at_once)
         room = jnp.minimum(self.draft_end[rows] - num_tokens, config.num_speculative_tokens)
         num_drafts = jnp.where(wanted & found, room, 0)
         target = jnp.where(places < num_drafts[:, None], rows[:, None], num_rows)

@@ -54,7 +54,8 @@ SMALL = LARGE | {  # its 2 KV heads are copied for 8 GPUs
     "num_key_value_heads": 2,
 }
 LARGE_OPTIONS = {"max_num_seqs": 32, "max_num_batched_tokens": 512}
-SMALL_OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
+SMALL_OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
+SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 5}
 
 
 class Config(ConfigOnly):
@@ -64,7 +65,7 @@ class Config(ConfigOnly):
         self.path, self.config, self.generation_config = Path("config"), config, {}
 
 
-def blueprint(hf: dict[str, Any], options: dict[str, int], target: str, num_gpus: int) -> Blueprint:
+def blueprint(hf: dict[str, Any], options: dict[str, Any], target: str, num_gpus: int) -> Blueprint:
     config = EngineConfig(
         tensor_parallel_size=num_gpus, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=4096, **options
     )
@@ -98,10 +99,10 @@ def describe_with_cache(it: Blueprint, program: jax.stages.Compiled) -> dict[str
 
 
 def describe_draw(it: Blueprint, kind: Draw) -> dict[str, Any]:
-    """The same of a draw behind the largest decode."""
-    num_rows = it.config.max_num_seqs
-    arguments = draw_arguments(it.shapes, it.program_config, num_rows, 1, kind)
-    program = step.compile_draw(it.program_config, kind, 1, *arguments)
+    """The same of a draw behind the largest decode, which checks drafts if there are any."""
+    num_rows, num_draws = it.config.max_num_seqs, 1 + it.config.max_drafts
+    arguments = draw_arguments(it.shapes, it.program_config, num_rows, num_draws, kind)
+    program = step.compile_draw(it.program_config, kind, num_draws, *arguments)
     return describe(program) | {"num_rows": num_rows, "num_donated": len(jax.tree.leaves(it.shapes.state))}
 
 
@@ -179,11 +180,14 @@ if __name__ == "__main__":
             draws = {
                 kind.name: {name: pool.submit(describe_draw, it, kind) for name, it in its.items()} for kind in Draw
             }
+            speculating = blueprint(SMALL, SMALL_OPTIONS | {"speculative_config": SPECULATIVE}, "h200", 1)
+            draft = pool.submit(describe_draw, speculating, Draw.GREEDY)
             forks = {name: pool.submit(describe_fork, it) for name, it in its.items()}
             found = {
                 "in earnest": {f"large h200 x 8 {name_of(largest)}": in_earnest},
                 "steps": {name: program.result() for name, program in steps.items()},
                 "forks": {name: program.result() for name, program in forks.items()},
+                "drafts": {"small h200 x 1": draft.result()},
             }
             for kind, programs in draws.items():
                 found[kind] = {name: program.result() for name, program in programs.items()}

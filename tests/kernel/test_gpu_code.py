@@ -54,8 +54,9 @@ def forks(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def draws(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What draws behind the largest decode of each engine, by its kind."""
-    return {f"{name}, {kind}": program for kind in DRAWS for name, program in found[kind].items()}
+    """What draws behind the largest decode of each engine, by its kind; and what also proposes drafts."""
+    drafts = {f"{name}, with drafts": program for name, program in found["drafts"].items()}
+    return drafts | {f"{name}, {kind}": program for kind in DRAWS for name, program in found[kind].items()}
 
 
 def test_every_kernel_keeps_to_registers_and_shared_memory(kernels: dict[str, dict[str, Any]]) -> None:
@@ -138,7 +139,7 @@ def test_neither_weights_nor_cache_nor_logits_are_gathered(steps: dict[str, Any]
     """Of each row, a draw gathers the best of each device: less than a thousand numbers, of a vocabulary of 128,256."""
     assert {name: n for name, program in steps.items() if (n := program["largest_gathered"])} == {}
     for name, program in draws.items():
-        most = 8 if name.endswith("GREEDY") else 1024
+        most = 8 if name.endswith(("GREEDY", "with drafts")) else 1024
         assert program["largest_gathered"] <= most * program["num_rows"], name
 
 

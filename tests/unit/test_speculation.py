@@ -32,17 +32,21 @@ def plain_drafts(tokens: list[int], config: SpeculativeConfig) -> list[int]:
     return []
 
 
-def device_drafts(known: list[list[int]], config: SpeculativeConfig, max_model_len: int = 1200) -> list[list[int]]:
+def device_drafts(
+    known: list[list[int]], config: SpeculativeConfig, *, at_once: bool = False, max_model_len: int = 1200
+) -> list[list[int]]:
     rng = random.Random(1)
     left_over = [[*tokens, *(rng.randrange(3) for _ in range(max_model_len - len(tokens)))] for tokens in known]
     rows = jnp.arange(len(known))[::-1]
     lengths = jnp.array([len(tokens) for tokens in known])[::-1]
-    drafts, found = jax.jit(propose, static_argnums=3)(jnp.array(left_over), rows, lengths, config)
+    run = jax.jit(propose, static_argnums=3, static_argnames="at_once")
+    drafts, found = run(jnp.array(left_over), rows, lengths, config, at_once=at_once)
     return [row if has else [] for row, has in zip(drafts.tolist(), found.tolist(), strict=True)][::-1]
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 4), (2, 3), (5, 5)])
-def test_drafts_are_what_followed_the_longest_and_latest_match(least: int, most: int) -> None:
+def test_drafts_are_what_followed_the_longest_and_latest_match(least: int, most: int, at_once: bool) -> None:
     config = SpeculativeConfig(
         method="ngram", num_speculative_tokens=K, prompt_lookup_max=most, prompt_lookup_min=least
     )
@@ -50,13 +54,14 @@ def test_drafts_are_what_followed_the_longest_and_latest_match(least: int, most:
     known = [[rng.randrange(size) for _ in range(rng.randint(1, 1100))] for size in [2, 3, 9, 40] * 6]
     known += [[1], [1, 1], [1, 2] * 3, [7] * 1100, [*range(1100)], [5, *range(600), 5], list(range(500, 520)) * 40]
     expected = [plain_drafts(tokens, config) for tokens in known]
-    assert device_drafts(known, config) == expected
+    assert device_drafts(known, config, at_once=at_once) == expected
     assert {bool(drafts) for drafts in expected} == {False, True}
 
 
-def test_rows_of_no_tokens_have_no_drafts() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_rows_of_no_tokens_have_no_drafts(at_once: bool) -> None:
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=K)
-    assert device_drafts([[], [1, 2, 1, 2]], config) == [[], [1, 2, 1, 2, 1]]
+    assert device_drafts([[], [1, 2, 1, 2]], config, at_once=at_once) == [[], [1, 2, 1, 2, 1]]
 
 
 @pytest.mark.parametrize(
