@@ -17,6 +17,7 @@ they are told (in) and the sampled tokens (out).
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -204,8 +205,12 @@ def compile_pool(hidden: Any, packed: Any) -> jax.stages.Compiled:
 
 
 def compile_sampler(logits: Any, sampling: Any) -> jax.stages.Compiled:
-    """Compile the sampler's draw by itself, `(logits, SamplingState) -> tokens`, to be measured."""
-    return jax.jit(sampling_draw).lower(logits, sampling).compile()
+    """Compile the sampler's draw by itself, `(logits, SamplingState) -> tokens`, to be measured.
+
+    It is what serves on the device that the logits lie on.
+    """
+    device = next(iter(logits.sharding.device_set))
+    return _compiled(jax.jit(partial(sampling_draw, at_once=device.platform == "gpu")), logits, sampling)
 
 
 def compile_empty(make: Callable[[], Any], shapes: Any) -> jax.stages.Compiled:

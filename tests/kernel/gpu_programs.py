@@ -23,6 +23,7 @@ from jax.experimental import serialize_executable
 from jaxpage.config import EngineConfig
 from jaxpage.models.config_only import ConfigOnly
 from jaxpage.ops import attention_triton, kv_write_triton
+from jaxpage.ops.sampling import SamplingState
 from jaxpage.request import Draw
 from jaxpage.runner import step
 from jaxpage.runner.blueprint import Blueprint, draw_blueprint
@@ -106,6 +107,16 @@ def describe_draw(it: Blueprint, kind: Draw) -> dict[str, Any]:
     return describe(program) | {"num_rows": num_rows, "num_donated": len(jax.tree.leaves(it.shapes.state))}
 
 
+def describe_sampler(it: Blueprint) -> dict[str, Any]:
+    """The same of the draw that `jaxpage bench sampler` measures by itself."""
+    num_rows = it.config.max_num_seqs
+    logits, _, _ = draw_arguments(it.shapes, it.program_config, num_rows, 1, Draw.RANDOM)
+    floats, ints = (jax.ShapeDtypeStruct((num_rows,), dtype) for dtype in (np.float32, np.int32))
+    seed = jax.ShapeDtypeStruct((num_rows, 2), np.uint32)
+    sampling: Any = SamplingState(floats, ints, floats, floats, seed, ints)
+    return describe(step.compile_sampler(logits, sampling))
+
+
 def describe(program: jax.stages.Compiled) -> dict[str, Any]:
     serialized, _, _ = serialize_executable.serialize(program)
     return dataclasses.asdict(facts_of(program)) | {"serialized_bytes": len(serialized)}
@@ -182,12 +193,14 @@ if __name__ == "__main__":
             }
             speculating = blueprint(SMALL, SMALL_OPTIONS | {"speculative_config": SPECULATIVE}, "h200", 1)
             draft = pool.submit(describe_draw, speculating, Draw.GREEDY)
+            sampler = pool.submit(describe_sampler, its["small h200 x 1"])
             forks = {name: pool.submit(describe_fork, it) for name, it in its.items()}
             found = {
                 "in earnest": {f"large h200 x 8 {name_of(largest)}": in_earnest},
                 "steps": {name: program.result() for name, program in steps.items()},
                 "forks": {name: program.result() for name, program in forks.items()},
                 "drafts": {"small h200 x 1": draft.result()},
+                "sampler": {"small h200 x 1": sampler.result()},
             }
             for kind, programs in draws.items():
                 found[kind] = {name: program.result() for name, program in programs.items()}

@@ -111,6 +111,11 @@ def test_no_program_asks_the_host_how_to_go_on(
         assert program["num_decisions"] == 0, name
 
 
+def test_the_sampler_that_is_measured_by_itself_is_the_one_that_serves(found: dict[str, dict[str, Any]]) -> None:
+    (sampler,) = found["sampler"].values()
+    assert sampler["num_decisions"] == 0
+
+
 @pytest.mark.parametrize(
     ("engine", "base", "per_token"),
     [("large .* x 1", 8, 0.08), ("large .* x 8", 6, 0.08), ("small .* x 1", 1, 0.1), ("small .* x 8", 0.5, 0.03)],
