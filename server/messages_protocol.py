@@ -128,8 +128,11 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         return [{"role": role, "content": _content(content, f"{where}.content")}]
     kinds = {"user": "tool_result", "assistant": "tool_use"}
-    of_tools = [block for block in content if isinstance(block, Mapping) and block.get("type") == kinds.get(role)]
-    others = [block for block in content if block not in of_tools]
+    of_tools: list[Mapping[str, Any]] = []
+    others: list[Any] = []
+    for block in content:
+        is_of_tools = isinstance(block, Mapping) and block.get("type") == kinds.get(role)
+        (of_tools if is_of_tools else others).append(block)
     where = f"{where}.content"
     if role == "user":
         results = [_result(block, where) for block in of_tools]

@@ -9,6 +9,7 @@ from conftest import asgi, named_events, ready_engine
 from fake_engine import FakeEngine, Script
 
 from jaxpage.server.app import build_app
+from jaxpage.server.messages_protocol import MessagesRequest
 from jaxpage.server_config import ServerConfig
 
 URL = "/v1/messages"
@@ -52,6 +53,21 @@ def test_why_a_message_has_ended(
     message = create(client, **fields)
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
     assert message["content"] == [{"type": "text", "text": text}]
+
+
+class Block(dict[str, Any]):
+    """Is never compared with another."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("as many comparisons as there are pairs of blocks would keep the event loop for minutes")
+
+
+def test_results_of_tools_are_told_from_other_blocks_without_comparing_each_with_all() -> None:
+    result, text = Block(type="tool_result", tool_use_id="a"), Block(type="text", text="U")
+    request = MessagesRequest(max_tokens=1, messages=[{"role": "user", "content": [result, text, result, text]}])
+    assert [message["role"] for message in request.conversation()] == ["tool", "tool", "user"]
 
 
 def test_blocks_of_text_are_a_conversation_and_thoughts_are_left_out(client: httpx.Client) -> None:
