@@ -29,6 +29,8 @@ from jaxpage.tokenizer import IncrementalDecoder, Tokenizer
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
+_MAX_BAD_WORD_LENGTH = 64 * MAX_BAD_WORD_TOKENS
+"""Characters of a bad word: what is longer has more tokens than it may."""
 
 
 class NewTokens(NamedTuple):
@@ -442,9 +444,19 @@ def _check_stop_token_ids(params: SamplingParams | BeamSearchParams, limits: wir
 
 
 def _bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token sequences of `bad_words`, each as it stands within a word and, behind a space, at the start of one."""
+    """Token sequences of `bad_words`, each as it stands within a word and, behind a space, at the start of one.
+
+    Nothing is encoded beyond what fits: it would keep all other requests waiting.
+    """
     found: dict[tuple[int, ...], None] = {}
-    for word in params.bad_words:
+    num_long = 0
+    for word in dict.fromkeys(params.bad_words):
+        if len(word) > _MAX_BAD_WORD_LENGTH:
+            raise RequestError(
+                f"bad_words holds a text of {len(word)} characters, and {_MAX_BAD_WORD_LENGTH} is the most: forbid a "
+                "part of it",
+                "bad_words",
+            )
         for text in (word, " " + word.lstrip()):
             token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
             if len(token_ids) > MAX_BAD_WORD_TOKENS:
@@ -453,12 +465,13 @@ def _bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> list[list[int
                     "forbid a part of it",
                     "bad_words",
                 )
-            if token_ids:
+            if token_ids and token_ids not in found:
                 found[token_ids] = None
-    if (num_words := sum(len(token_ids) > 1 for token_ids in found)) > MAX_BAD_WORDS:
-        raise RequestError(
-            f"bad_words are {num_words} sequences of several tokens, and {MAX_BAD_WORDS} fit: give fewer", "bad_words"
-        )
+                num_long += len(token_ids) > 1
+        if num_long > MAX_BAD_WORDS:
+            raise RequestError(
+                f"bad_words are more than {MAX_BAD_WORDS} sequences of several tokens: give fewer", "bad_words"
+            )
     return [list(token_ids) for token_ids in found]
 
 

@@ -8,6 +8,7 @@ from frontends import EOS, TEXT, TOKENIZER, completion, opened, refusal, stream
 from jaxpage.frontend import Prompt, StopText
 from jaxpage.outputs import CompletionOutput
 from jaxpage.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxpage.tokenizer import Tokenizer
 from jaxpage.wire import TokenOutput
 
 # StopText.
@@ -370,3 +371,29 @@ def test_what_is_no_priority_is_refused_by_value(priority: object) -> None:
 def test_what_is_no_salt_is_refused_by_value(salt: object) -> None:
     error = refusal(cache_salt=salt)
     assert (error.param, str(error)) == ("cache_salt", f"cache_salt is {salt!r}: it must be a non-empty string")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([f"w{number}" for number in range(10_000)], "more than 256 sequences"),
+        (["x" * 1025], "a text of 1025 characters, and 1024 is the most"),
+        (["x"] * 10_000 + ["x" * 17], "of 17 tokens, and 16 is the most"),
+    ],
+)
+def test_no_more_bad_words_are_encoded_than_fit(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This is done where the tokens of all requests wait for it."""
+    encoded: list[str] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(text)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    error = refusal([1], SamplingParams(bad_words=tuple(words)))
+    assert error.param == "bad_words"
+    assert message in str(error)
+    assert len(encoded) <= 258

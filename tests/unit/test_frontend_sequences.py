@@ -77,7 +77,7 @@ def test_b17_bad_words_that_are_too_long_or_too_many_are_refused() -> None:
     assert "of 17 tokens, and 16 is the most" in str(error)
     assert len(opened(params=SamplingParams(bad_words=("x" * 15,))).message.bad_words) == 2
     error = refusal(params=SamplingParams(bad_words=tuple(f"w{i}" for i in range(150))))
-    assert "300 sequences of several tokens, and 256 fit" in str(error)
+    assert "bad_words are more than 256 sequences of several tokens" in str(error)
 
 
 @pytest.mark.parametrize("options", [{"logit_bias": {EOS + 1: 5}}, {"allowed_token_ids": (1, EOS + 1)}])
