@@ -11,6 +11,8 @@ from jaxpage.errors import RequestError
 
 MAX_STOP_TOKEN_IDS = 64
 """Stop token ids that one request may carry, the model's EOS list included (their places on the device)."""
+MAX_STOPS = 256
+"""Stop strings that one request may have: the text is searched for each of them at every token."""
 MAX_N = 128
 """Sequences that one request may ask for."""
 MAX_LOGPROBS = 20
@@ -115,7 +117,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     """End-of-sequence and stop tokens are masked, and stop strings not obeyed, before this many tokens."""
     stop: tuple[str, ...] = ()
-    """Strings that end the output; the earliest to complete wins and is cut off."""
+    """Strings that end the output, at most `MAX_STOPS`; the earliest to complete wins and is cut off."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the output."""
     include_stop_str_in_output: bool = False
@@ -180,6 +182,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_switch(field, getattr(self, field))
         _check_special_tokens(self.shown_special_tokens)
         _check_sequence("stop", self.stop)
+        _check("stop", f"{len(self.stop)} strings", len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS}")
         for text in self.stop:
             _check("stop", text, isinstance(text, str) and text != "", "non-empty strings")
         _check_stop_token_ids(self.stop_token_ids)

@@ -13,6 +13,7 @@ from jaxpage.sampling_params import (
     MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
     BeamSearchParams,
     SamplingParams,
     StructuredOutputsParams,
@@ -27,7 +28,7 @@ ACCEPTED: list[tuple[str, list[Any]]] = [
     ("seed", [None, -1, 0, 1, -2, 2**63 - 1, -(2**63)]),
     ("max_tokens", [None, 1, 16, 1_000_000]),
     ("min_tokens", [0, 1, 16]),
-    ("stop", [(), ("a",), ("\n", "END"), ("\u0001",)]),
+    ("stop", [(), ("a",), ("\n", "END"), ("\u0001",), ("a",) * MAX_STOPS]),
     ("stop_token_ids", [(), (0,), (5, 7), tuple(range(MAX_STOP_TOKEN_IDS))]),
     ("include_stop_str_in_output", [False, True]),
     ("ignore_eos", [False, True]),
@@ -186,6 +187,12 @@ def test_a_bare_stop_string_is_refused_with_the_way_to_write_it() -> None:
     error = refusal(stop="END")
     assert error.param == "stop"
     assert str(error) == "stop is 'END': it must be a list or a tuple, such as ('END',)"
+
+
+def test_more_stop_strings_than_can_be_looked_for_at_each_token_are_refused() -> None:
+    error = refusal(stop=tuple(f"stop {number}" for number in range(MAX_STOPS + 1)))
+    assert error.param == "stop"
+    assert str(error) == "stop is '257 strings': it must be at most 256"
 
 
 def test_more_stop_token_ids_than_have_a_place_are_refused() -> None:
