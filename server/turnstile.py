@@ -12,6 +12,10 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+MAX_HEAD_BYTES = 64 * 2**10
+"""Longest line and headers of a request, which uvicorn would collect for as long as they come."""
+_TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
 
 class Turnstile:
     """Lets one in per turn of the event loop, in order of arrival."""
@@ -33,13 +37,19 @@ class Turnstile:
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP connection, which waits at a turnstile before it reads a POST; other requests cost little."""
+    """uvicorn's HTTP connection, which waits at a turnstile before it reads a POST; other requests cost little.
+
+    It closes on a request whose line and headers are longer than `MAX_HEAD_BYTES` and a packet or two.
+    """
 
     def __init__(self, turnstile: Turnstile, **options: Any) -> None:
         super().__init__(**options)
         self._turnstile = turnstile
         self._unread = b""
         """What has come of a request that waits."""
+        self._is_in_head = False
+        self._num_head_bytes = 0
+        """That have come since the head of the request began."""
 
     def data_received(self, data: bytes) -> None:
         """More bytes, of a new request or of one that has begun."""
@@ -51,13 +61,33 @@ class PatientProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
             self._turnstile.join(self._read)
         else:
-            super().data_received(data)
+            self._parse(data)
 
     def _read(self) -> None:
         data, self._unread = self._unread, b""
         if data and not self.transport.is_closing():
             self.flow.resume_reading()
-            super().data_received(data)
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        headers = self.headers
+        super().data_received(data)
+        if self._is_in_head and self.headers is headers:  # all of it is of one head
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                if self.cycle is None or self.cycle.response_complete:
+                    self.transport.write(_TOO_LONG)
+                self.transport.close()
+
+    def on_message_begin(self) -> None:
+        """The parser has found a request."""
+        super().on_message_begin()
+        self._is_in_head, self._num_head_bytes = True, 0
+
+    def on_headers_complete(self) -> None:
+        """The parser has found the end of its head."""
+        self._is_in_head = False
+        super().on_headers_complete()
 
     def shutdown(self) -> None:
         """The server stops: who waits is told so, as a request."""

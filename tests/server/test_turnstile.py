@@ -8,10 +8,11 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.server.turnstile import PatientProtocol, Turnstile
+from jaxpage.server.turnstile import MAX_HEAD_BYTES, PatientProtocol, Turnstile
 
 
 def test_a_burst_is_let_in_one_per_turn_and_in_its_order() -> None:
@@ -150,6 +151,45 @@ def test_a_request_that_waited_is_read_whole_and_the_next_of_its_connection_wait
             await here.turnstile.wait_for(3)
             here.turnstile.line[-1]()
             assert [await answer_of(reader), await answer_of(reader)] == [1, 2]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("begins", [b"GET /", b"GET / HTTP/1.1\r\nA: ", b"GET / HTTP/1.1\r\nA: 1\r\n"])
+def test_a_head_without_an_end_is_refused(begins: bytes) -> None:
+    """In its line, in one header, or in many."""
+    piece = b"B: 2\r\n" * 1000 if begins.endswith(b"\n") else b"x" * 6000
+
+    async def run() -> None:
+        async with site() as here:
+            reader, writer = await here.connect()
+            writer.write(begins)
+            answer = asyncio.create_task(reader.read())
+            num_sent = 0
+            while not answer.done():
+                assert num_sent < 4 * MAX_HEAD_BYTES, "it is still read"
+                writer.write(piece)
+                num_sent += len(piece)
+                await asyncio.wait((answer,), timeout=0.01)
+            assert num_sent > MAX_HEAD_BYTES
+            assert (await answer).startswith(b"HTTP/1.1 431 ")
+            assert here.seen == []
+
+    asyncio.run(run())
+
+
+def test_long_heads_that_end_are_served_one_after_the_other() -> None:
+    head = b"GET /%d HTTP/1.1\r\nHost: here\r\nA: " + b"x" * (MAX_HEAD_BYTES - 1000)
+
+    async def run() -> None:
+        async with site() as here:
+            reader, writer = await here.connect()
+            for number in range(3):
+                for piece in (head % number, b"\r\nB: 2\r", b"\n\r\n"):
+                    writer.write(piece)
+                    await asyncio.sleep(0.01)
+                assert await answer_of(reader) == 0
+            assert here.seen == ["/0", "/1", "/2"]
 
     asyncio.run(run())
 
