@@ -343,35 +343,42 @@ class AsyncEngine:
             self._process.requests.send_multipart(envelope(message))
 
     async def _receive(self) -> None:
-        """Everything that the engine says, as long as it lives."""
+        """Everything that the engine says, as long as it lives. If we cannot take it in, nothing may wait for more."""
         assert self._process is not None
         socket = cast("zmq.asyncio.Socket", self._process.outputs)
-        while True:
-            match wire.decode_from_engine(await socket.recv()):
-                case wire.Ready() as limits:
-                    self._limits = limits
-                    self.metrics.set_config(
-                        {
-                            "block_size": limits.block_size,
-                            "num_gpu_blocks": limits.num_blocks,
-                            "enable_prefix_caching": self._config.enable_prefix_caching,
-                        }
-                    )
-                    self._ready.set()
-                case wire.Outputs() as message:
-                    self.stats = message.stats
-                    self.metrics.take_stats(message.stats, message.step_tokens)
-                    self._deliver(message)
-                case wire.Returned(call_id, result, error):
-                    call = self._calls.get(call_id)
-                    if call is None or call.done():
-                        continue
-                    if error is None:
-                        call.set_result(result)
-                    else:
-                        call.set_exception(RequestError(error))
-                case wire.Dead() as dead:
-                    self._die(error_of(dead))
+        try:
+            while True:
+                self._take(wire.decode_from_engine(await socket.recv()))
+        except Exception as error:
+            logger.exception("what the engine says cannot be taken in")
+            self._die(EngineDeadError(f"what the engine says cannot be taken in: {error!r}"))
+
+    def _take(self, message: wire.FromEngine) -> None:
+        match message:
+            case wire.Ready() as limits:
+                self._limits = limits
+                self.metrics.set_config(
+                    {
+                        "block_size": limits.block_size,
+                        "num_gpu_blocks": limits.num_blocks,
+                        "enable_prefix_caching": self._config.enable_prefix_caching,
+                    }
+                )
+                self._ready.set()
+            case wire.Outputs():
+                self.stats = message.stats
+                self.metrics.take_stats(message.stats, message.step_tokens)
+                self._deliver(message)
+            case wire.Returned(call_id, result, error):
+                call = self._calls.get(call_id)
+                if call is None or call.done():
+                    return
+                if error is None:
+                    call.set_result(result)
+                else:
+                    call.set_exception(RequestError(error))
+            case wire.Dead() as dead:
+                self._die(error_of(dead))
 
     def _deliver(self, message: wire.Outputs) -> None:
         for sequence_id, seconds in message.started:

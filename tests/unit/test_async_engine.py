@@ -5,12 +5,13 @@ import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 
-from jaxpage import LLM, BeamSearchParams, EngineDeadError, RequestError, RequestOutput, SamplingParams
+from jaxpage import LLM, BeamSearchParams, EngineDeadError, RequestError, RequestOutput, SamplingParams, wire
 from jaxpage.async_engine import AsyncEngine, RequestStream
 from jaxpage.config import EngineConfig
 from jaxpage.frontend import OpenRequest
@@ -203,6 +204,27 @@ def test_death_ends_requests_and_utilities_that_are_under_way(run: Run, llm: LLM
     results = run(killed())
     assert [type(result) for result in results] == [EngineDeadError] * 3
     assert all("SIGKILL" in str(result) for result in results)
+
+
+@pytest.mark.parametrize("said", [b"\xc1", wire.encode(wire.Outputs([], {"num_steps": "many"}))])  # type: ignore[dict-item]
+def test_an_engine_that_cannot_be_understood_is_dead(said: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Or whoever waits for it would wait for ever, and /health say that all is well."""
+
+    class Socket:
+        async def recv(self) -> bytes:
+            return said
+
+    async def heard() -> AsyncEngine:
+        engine = AsyncEngine(EngineConfig())
+        engine._process = SimpleNamespace(outputs=Socket())  # type: ignore[assignment]
+        await engine._receive()
+        return engine
+
+    engine = asyncio.run(asyncio.wait_for(heard(), GUARD_SECONDS))
+    assert engine.is_dead
+    assert "cannot be taken in" in caplog.text
+    with pytest.raises(EngineDeadError, match="cannot be taken in"):
+        engine.add_request(PROMPT, sampled())
 
 
 def test_a_call_that_is_given_up_disturbs_no_other(run: Run, engine: AsyncEngine) -> None:
