@@ -403,7 +403,8 @@ class AsyncEngine:
                 del self._by_sequence[output.sequence_id]
             if result.finished:
                 del self._open[request.request_id]
-                self._measure_end(request, output.finish_reason or "stop")
+                # The first sequence's: the engine does not know of stop strings.
+                self._measure_end(request, (result.outputs[0].finish_reason if result.outputs else None) or "length")
             stream.push(result)
         if stopped:
             self._send(wire.AbortRequests(stopped))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
+from frontends import TOKENIZER, opened
 
 from jaxpage import LLM, BeamSearchParams, EngineDeadError, RequestError, RequestOutput, SamplingParams, wire
 from jaxpage.async_engine import AsyncEngine, RequestStream
@@ -225,6 +226,17 @@ def test_an_engine_that_cannot_be_understood_is_dead(said: bytes, caplog: pytest
     assert "cannot be taken in" in caplog.text
     with pytest.raises(EngineDeadError, match="cannot be taken in"):
         engine.add_request(PROMPT, sampled())
+
+
+def test_a_stop_string_on_the_last_token_counts_as_stop_in_the_metrics() -> None:
+    """The engine has said that the request ends by its length."""
+    engine = AsyncEngine(EngineConfig())
+    request = opened(params=SamplingParams(stop=("B",), max_tokens=2))
+    entry = engine._open["r"] = engine._by_sequence["r"] = request, RequestStream(engine, request)
+    engine._deliver(wire.Outputs([wire.TokenOutput("r", TOKENIZER.encode("AB"), "length")], {}))
+    assert entry[0].finished
+    ended = [line for line in engine.metrics.render().decode().splitlines() if "request_success_total{" in line]
+    assert ended == ['jaxpage:request_success_total{finished_reason="stop",model_name="smollm2-135m"} 1.0']
 
 
 def test_a_call_that_is_given_up_disturbs_no_other(run: Run, engine: AsyncEngine) -> None:
