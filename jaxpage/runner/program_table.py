@@ -91,7 +91,7 @@ class ProgramTable:
         self._draws: dict[_DrawShape, dict[Draw, jax.stages.Compiled]] = {}
         self._draw_any: dict[_DrawShape, Future[jax.stages.Compiled]] = {}
         """What few requests ask for, and takes the longest to compile."""
-        # A GPU has a program of its own for greedy steps: it would wait for the host to tell it what to leave out.
+        # A GPU has a program of its own for greedy steps: the one that draws at random leaves nothing out there.
         is_cpu = _mesh_of(shapes).devices.flat[0].platform == "cpu"
         self._kinds = (Draw.RANDOM,) if is_cpu else (Draw.GREEDY, Draw.RANDOM)
         self._closing = threading.Event()
