@@ -249,17 +249,24 @@ class EngineCore:
         return self.runner.is_sleeping
 
     def start_profile(self, folder: str) -> None:
-        """Trace what this process and its devices do. Raises `RequestError` if it is being traced."""
+        """Trace what this process and its devices do. Raises `RequestError` if it is being traced, or cannot be."""
         if self._is_traced:
             raise RequestError("a profile is being taken: wait for its end")
-        self.runner.start_trace(folder)
+        try:
+            self.runner.start_trace(folder)
+        except Exception as error:  # whatever is wrong with the profiler, requests go on
+            raise RequestError(f"no profile can be taken: {error}") from error
         self._is_traced = True
 
     def stop_profile(self) -> None:
-        """Write the trace."""
-        if self._is_traced:
-            self.runner.stop_trace()
+        """Write the trace. Raises `RequestError` if that fails."""
+        if not self._is_traced:
+            return
         self._is_traced = False
+        try:
+            self.runner.stop_trace()
+        except Exception as error:  # such as a full disk
+            raise RequestError(f"the profile cannot be written: {error}") from error
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Refused (False) while any request holds blocks."""

@@ -369,6 +369,24 @@ def test_a_profile_leaves_a_trace(run: Run, engine: AsyncEngine, tmp_path: Path)
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
+def test_a_profile_that_cannot_be_written_ends_no_request(run: Run, llm: LLM, tiny_options: dict[str, Any]) -> None:
+    """In an engine of its own: JAX's profiler is of no more use in it."""
+
+    async def profiled() -> RequestOutput:
+        engine = await started(tiny_options)
+        try:
+            stream = engine.add_request(PROMPT, sampled(30))
+            with pytest.raises(RequestError, match="the profile cannot be written"):
+                await engine.profile(0.1, "/proc/nowhere")
+            with pytest.raises(RequestError, match="no profile can be taken"):
+                await engine.profile(0.1, "/proc/nowhere")
+            return await last_of(stream)
+        finally:
+            await engine.shutdown()
+
+    assert [len(tokens) for tokens in tokens_of(run(profiled()))] == [30]
+
+
 @pytest.mark.parametrize("num_before", [0, 2])
 def test_a25_a_request_that_makes_us_fail_ends_alone(
     run: Run, engine: AsyncEngine, llm: LLM, monkeypatch: pytest.MonkeyPatch, num_before: int
