@@ -127,11 +127,11 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         raise RequestError(f"{where}.role is {role!r}: it must be user, assistant or system", "messages")
     if not isinstance(content, list):
         return [{"role": role, "content": _content(content, f"{where}.content")}]
-    kinds = {"user": "tool_result", "assistant": "tool_use"}
+    kind = {"user": "tool_result", "assistant": "tool_use"}.get(role)
     of_tools: list[Mapping[str, Any]] = []
     others: list[Any] = []
     for block in content:
-        is_of_tools = isinstance(block, Mapping) and block.get("type") == kinds.get(role)
+        is_of_tools = kind is not None and isinstance(block, Mapping) and block.get("type") == kind
         (of_tools if is_of_tools else others).append(block)
     where = f"{where}.content"
     if role == "user":

@@ -130,6 +130,10 @@ def test_a_stream_that_fails_ends_with_an_error_event(client: httpx.Client, engi
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role is 'tool'"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type 'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "whose tool_use_id is None"),
+        (
+            {"messages": [{"role": "system", "content": [{"id": "a", "name": "f", "input": {}}]}, *HELLO]},
+            "has a block of type None",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "x"}]}]}, "'tool_use'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is neither"),
         ({"system": [{"type": "image"}]}, "system has a block"),
