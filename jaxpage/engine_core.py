@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpage.beam_group import BeamGroup
@@ -16,8 +15,7 @@ from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.snapshot import take_snapshot
 from jaxpage.kv_cache.spec import max_request_tokens
 from jaxpage.loops import LOOPS
-from jaxpage.models.config_only import DummyWeights
-from jaxpage.models.loading import open_checkpoint
+from jaxpage.models.config_only import open_for_serving
 from jaxpage.policies import load_policy
 from jaxpage.request import Request
 from jaxpage.runner.runner import Runner
@@ -66,9 +64,7 @@ class EngineCore:
                 f"`jaxpage serve --process-id {config.process_id}`, which follows it"
             )
         policy = load_policy(config.scheduling_policy)  # before the weights: a mistake is told at once
-        checkpoint = (
-            DummyWeights(Path(config.model)) if config.load_format == "dummy" else open_checkpoint(config.model)
-        )
+        checkpoint = open_for_serving(config.model, config.load_format)
         self.runner = Runner(config, checkpoint, progress)
         scheduler = Scheduler(
             KVCacheManager(

@@ -6,14 +6,14 @@ It loads its part of the model and runs what the leader runs. It has no schedule
 import logging
 
 from jaxpage.config import EngineConfig
-from jaxpage.models.loading import open_checkpoint
+from jaxpage.models.config_only import open_for_serving
 from jaxpage.runner.runner import Runner
 
 
 def follow(config: EngineConfig) -> int:
     """Follow process 0 to its end. Raises `ModelLoadError` or `ConfigError`."""
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s process {config.process_id}: %(message)s")
-    runner = Runner(config, open_checkpoint(config.model))
+    runner = Runner(config, open_for_serving(config.model, config.load_format))
     runner.warm_up()
     runner.follow()
     return 0

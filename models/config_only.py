@@ -52,3 +52,8 @@ def open_for_compiling(model: str) -> Checkpoint:
     if path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors*")):
         return ConfigOnly(path)
     return open_checkpoint(model)
+
+
+def open_for_serving(model: str, load_format: str) -> Checkpoint:
+    """A checkpoint or, where `load_format` is "dummy", a directory with a `config.json`. Raises `ModelLoadError`."""
+    return DummyWeights(Path(model)) if load_format == "dummy" else open_checkpoint(model)
