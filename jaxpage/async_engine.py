@@ -234,9 +234,9 @@ class AsyncEngine:
             cache_salt=cache_salt,
         )
         stream = RequestStream(self, request)
+        self._send(request.message)  # what cannot be sent is not open
         self._open[request.request_id] = request, stream
         self._by_sequence.update(dict.fromkeys(request.sequence_ids, (request, stream)))
-        self._send(request.message)
         return stream
 
     def abort(self, request_id: str) -> None:

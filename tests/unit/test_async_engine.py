@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
-from frontends import TOKENIZER, opened
+from frontends import LIMITS, TOKENIZER, opened
 
 from jaxpage import LLM, BeamSearchParams, EngineDeadError, RequestError, RequestOutput, SamplingParams, wire
 from jaxpage.async_engine import AsyncEngine, RequestStream
@@ -226,6 +226,18 @@ def test_an_engine_that_cannot_be_understood_is_dead(said: bytes, caplog: pytest
     assert "cannot be taken in" in caplog.text
     with pytest.raises(EngineDeadError, match="cannot be taken in"):
         engine.add_request(PROMPT, sampled())
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": 2**70}, {"stop": ("\ud800",)}])
+def test_a_request_that_cannot_be_sent_is_not_open(options: dict[str, Any]) -> None:
+    """Nobody would ever end it, and a pause would wait for it."""
+    engine = AsyncEngine(EngineConfig())
+    engine._tokenizer, engine._limits = TOKENIZER, LIMITS
+    engine._process = SimpleNamespace(requests=SimpleNamespace(send_multipart=None))  # type: ignore[assignment]
+    with pytest.raises((OverflowError, UnicodeEncodeError)):
+        engine.add_request("Hi", SamplingParams(**options))
+    assert not engine._open
+    assert not engine._by_sequence
 
 
 def test_a_stop_string_on_the_last_token_counts_as_stop_in_the_metrics() -> None:
