@@ -178,7 +178,6 @@ class EngineCore:
         if (structured := message.params.structured_outputs) is not None:
             for sequence in sequences:
                 sequence.constraint = self._grammars.constrain(structured, ignore_eos=message.params.ignore_eos)
-            self._constrained += sequences
         first, *others = sequences
         if search is not None:
             BeamGroup(search, sequences)
@@ -187,6 +186,8 @@ class EngineCore:
                 other.prefix = first
             first.forks = others
         self.scheduler.add(first)
+        if structured is not None:
+            self._constrained += sequences
 
     def _max_drafts_of(self, message: AddRequest) -> int:
         """None where the host has a say in each token, or looks at all of the vocabulary behind it."""

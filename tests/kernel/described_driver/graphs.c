@@ -13,6 +13,7 @@ struct CUgraphExec_st {
 CUgraphNode add_node(CUgraph graph, struct op op, CUgraph child) {
     CUgraphNode node = calloc(1, sizeof *node);
     node->op = op;
+    node->op.staged = NULL;  // it stays for the next launch
     node->child = child;
     *graph->last = node;
     graph->last = &node->next;
