@@ -17,7 +17,14 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jaxpage.ops.launch import GPU, AttentionLaunch, AttentionShape, choose_launch, next_power_of_two
+from jaxpage.ops.launch import (
+    GPU,
+    AttentionLaunch,
+    AttentionShape,
+    choose_launch,
+    next_power_of_two,
+    tuned_launches,
+)
 from jaxpage.ops.triton_call import triton_call
 
 
@@ -62,7 +69,7 @@ def paged_attention_triton(
             max_kv_len=width * block_size,
             span=min(spans, default=None),
         )
-        launch = choose_launch(shape, gpu)
+        launch = choose_launch(shape, gpu, tuned_launches(gpu))
     segments = launch.num_segments
     split = segments > 1
     padded_dim = max(next_power_of_two(head_dim), 16)  # a product needs as many

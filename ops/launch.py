@@ -1,10 +1,19 @@
-"""How a Triton kernel is cut into programs for a GPU: pure arithmetic over a step's shape.
+"""How a Triton kernel is cut into programs for a GPU: by what was measured on such a one, else by arithmetic over a
+step's shape.
 
-What the choices rest on is stated beside them; none of them has been measured on a card.
+What the arithmetic rests on is stated beside it; none of it has been measured on a card. `scripts/tune_kernels` does,
+and writes what is faster to a file of `TUNED`.
 """
 
+import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
+TUNED = Path(__file__).parent / "tuned"
+"""Holds a JSON file for each kind of GPU that kernels were tuned on."""
 MAX_SEGMENTS = 32
 """Most parts that one row's KV is split into: their partial results are written and read once more."""
 
@@ -24,6 +33,11 @@ class GPU:
     compute_capability: int
     """Major and minor version in one number: 80 for an A100, 90 for an H100 or H200."""
 
+    @property
+    def tuned_file(self) -> str:
+        """The name of its file in `TUNED`."""
+        return f"sm_{self.compute_capability}_{self.num_sms}.json"
+
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -42,6 +56,12 @@ class AttentionShape:
     span: int | None = None
     """Most positions that one query sees, itself included (window or chunk); None for all."""
 
+    @property
+    def rounded(self) -> "AttentionShape":
+        """What stands for it in a file of tuned launches: sizes of a step are rounded up to powers of two."""
+        names = ("num_tokens", "num_rows", "max_query_len", "max_kv_len", *(["span"] if self.span else []))
+        return dataclasses.replace(self, **{name: next_power_of_two(getattr(self, name)) for name in names})
+
 
 @dataclass(frozen=True)
 class AttentionLaunch:
@@ -59,8 +79,29 @@ class AttentionLaunch:
     num_stages: int
 
 
-def choose_launch(shape: AttentionShape, gpu: GPU) -> AttentionLaunch:
-    """The launch for a step of this shape: enough programs to fill the GPU, as far as there is KV to split."""
+Launches = Mapping[AttentionShape, AttentionLaunch]
+
+
+@cache
+def tuned_launches(gpu: GPU, folder: Path = TUNED) -> Launches:
+    """What was measured to be fastest on such a GPU, by rounded shapes; nothing where none was ever tuned."""
+    file = folder / gpu.tuned_file
+    if not file.exists():
+        return {}
+    rows = json.loads(file.read_text("utf-8"))["launches"]
+    return {AttentionShape(**row["shape"]): AttentionLaunch(**row["launch"]) for row in rows}
+
+
+def choose_launch(shape: AttentionShape, gpu: GPU, tuned: Launches | None = None) -> AttentionLaunch:
+    """The launch for a step of this shape: the tuned one of shapes like it, else the computed one."""
+    launch = (tuned or {}).get(shape.rounded)
+    if launch is None:
+        return _compute_launch(shape, gpu)
+    return dataclasses.replace(launch, block_q=min(launch.block_q, shape.max_query_len))
+
+
+def _compute_launch(shape: AttentionShape, gpu: GPU) -> AttentionLaunch:
+    """Enough programs to fill the GPU, as far as there is KV to split."""
     group = shape.num_heads // shape.num_kv_heads
     block_m = max(next_power_of_two(group), 16)  # a product has 16 rows at least
     # Tensor cores have no float32: their products would not fit the registers.

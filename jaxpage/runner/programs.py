@@ -155,10 +155,11 @@ def environment(mesh: Mesh) -> dict[str, str]:
 
 @cache
 def _code_digest() -> str:
-    """Of every source file that a traced function may come from."""
+    """Of every source file that a traced function may come from, and of what kernels were tuned to."""
     digest = hashlib.sha256()
     for package in (jaxpage.ops, jaxpage.models, jaxpage.runner, jaxpage.speculative):
-        for source in sorted(Path(package.__path__[0]).glob("*.py")):
+        folder = Path(package.__path__[0])
+        for source in (*sorted(folder.glob("*.py")), *sorted(folder.glob("tuned/*.json"))):
             digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()
 
