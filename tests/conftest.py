@@ -43,8 +43,11 @@ begin first, or one process would still be at one of them when the others are do
 _PLACES = {name: (number, turn) for number, names in enumerate(GROUPS) for turn, name in enumerate(names)}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file stay together, in their order, as they share engines."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of a file stay together, in their order, as they share engines; some are for full runs."""
+    if not config.getoption("--full"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     items.sort(key=lambda item: _PLACES.get(item.path.stem, (len(GROUPS), 0)))
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -47,8 +47,6 @@ CASES = {
         *((15, 511, 16, 17, 33, 512, 513, 529), 210, 34),
     ),
 }
-SAMPLES = CASES | {"gemma3-270m": replace(CASES["gemma3-270m"], lengths=(15, 512, 33), tiny_pool=205)}
-"""What a test run takes that is not a full one. The pools make its requests preempt each other as well."""
 
 
 @dataclass
@@ -79,9 +77,9 @@ class Model:
 
 
 @contextmanager
-def open_model(name: str, *, full: bool) -> Iterator[Model]:
+def open_model(name: str) -> Iterator[Model]:
     """One of `CASES` with prompts of its lengths. Skips the test where the model's package is missing."""
-    case = (CASES if full else SAMPLES)[name]
+    case = CASES[name]
     golden = Path(__file__).with_name(case.golden)
     if importlib.util.find_spec(case.package) is None:
         pytest.skip(f"the package {case.package} is not installed")

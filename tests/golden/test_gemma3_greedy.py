@@ -21,7 +21,7 @@ WINDOW, BOS = 512, 2
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with open_model("gemma3-270m", full=True) as model:
+    with open_model("gemma3-270m") as model:
         yield model.llm
 
 

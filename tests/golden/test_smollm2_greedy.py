@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with open_model("smollm2-135m", full=True) as model:
+    with open_model("smollm2-135m") as model:
         yield model.llm
 
 

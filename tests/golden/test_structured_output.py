@@ -86,7 +86,7 @@ PROMPT = "The answer in JSON, as short as can be:\n"
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Model]:
-    with open_model("smollm2-135m", full=True) as model:
+    with open_model("smollm2-135m") as model:
         yield model
 
 

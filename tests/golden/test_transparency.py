@@ -17,25 +17,26 @@ SUFFIX = [260, 282, 253]
 
 
 PARAMS = {"greedy": GREEDY, "seeded": SEEDED}
-SAMPLE = [("smollm2-135m", "greedy"), ("gemma3-270m", "seeded")]
+SAMPLE = "smollm2-135m"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every model with all of `PARAMS` or, unless a test run is a full one, with one of them; the rest with the first.
+    """Every model with all of `PARAMS` or, unless a test run is a full one, one of them with the first.
 
-    `test_tiny_windows` holds the rest on windows as well.
+    `test_gemma3_greedy` has some of it for the other one, and the tests of tiny models have all of it.
     """
     full = metafunc.config.getoption("--full")
+    models = list(CASES) if full else [SAMPLE]
     if "params" in metafunc.fixturenames:
-        pairs = [(model, params) for model in CASES for params in PARAMS]
-        metafunc.parametrize(("model", "params"), pairs if full else SAMPLE, indirect=True, scope="module")
+        pairs = [(model, params) for model in models for params in (PARAMS if full else list(PARAMS)[:1])]
+        metafunc.parametrize(("model", "params"), pairs, indirect=True, scope="module")
     else:
-        metafunc.parametrize("model", list(CASES) if full else list(CASES)[:1], indirect=True, scope="module")
+        metafunc.parametrize("model", models, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest, full: bool) -> Iterator[Model]:
-    with open_model(request.param, full=full) as model:
+def model(request: pytest.FixtureRequest) -> Iterator[Model]:
+    with open_model(request.param) as model:
         yield model
 
 
@@ -92,6 +93,7 @@ def test_b06_a_batch_that_is_preempted_gives_the_same(
             assert scheduler.num_preemptions > 0 or caching
 
 
+@pytest.mark.full
 def test_sequences_that_are_forked_equal_those_submitted_separately(model: Model) -> None:
     three = SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=NUM_TOKENS, ignore_eos=True)
     separate = [SamplingParams(temperature=0.8, seed=3 + i, max_tokens=NUM_TOKENS, ignore_eos=True) for i in range(3)]
@@ -107,6 +109,7 @@ def test_sequences_that_are_forked_equal_those_submitted_separately(model: Model
             assert [[sequence.token_ids for sequence in output.outputs] for output in outputs] == expected
 
 
+@pytest.mark.full
 def test_b03_a_longer_prompt_goes_on_from_what_is_cached(model: Model) -> None:
     """A suffix, and the next turn of a conversation: the prompt, its answer, and something new."""
     with model.host(caching=False):

@@ -12,7 +12,7 @@ from jaxpage import RequestOutput, SamplingParams, StructuredOutputsParams
 from jaxpage.frontend import open_request
 from jaxpage.loops import LOOPS
 
-NUM_REQUESTS, FULL_NUM_REQUESTS = 50, 200
+NUM_REQUESTS, FULL_NUM_REQUESTS = 40, 200
 STRUCTURES = (
     *[None] * 4,
     StructuredOutputsParams(regex="[a-z]{3}|[0-9]+"),
@@ -38,8 +38,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest, full: bool) -> Iterator[Model]:
-    with open_model(request.param, full=full) as model:
+def model(request: pytest.FixtureRequest) -> Iterator[Model]:
+    with open_model(request.param) as model:
         yield model
 
 

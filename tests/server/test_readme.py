@@ -44,11 +44,14 @@ def test_the_offline_examples_complete_chat_and_search() -> None:
     assert "Paris" in printed
 
 
-@pytest.mark.parametrize("call", ["stream = client.chat", "responses.create", "messages.stream"])
-def test_the_clients_examples_get_an_answer(url: str, call: str) -> None:
-    (example,) = [block for block in blocks("python") if call in block]
-    assert "http://127.0.0.1:8000" in example
-    assert len(run_python(example.replace("http://127.0.0.1:8000", url), "-c").split()) > 2
+def test_the_clients_examples_get_an_answer(url: str) -> None:
+    calls = ["stream = client.chat", "responses.create", "messages.stream"]
+    examples = [block for call in calls for block in blocks("python") if call in block]
+    assert len(examples) == 3
+    assert all("http://127.0.0.1:8000" in example for example in examples)
+    code = "\nprint('===')\n".join(examples).replace("http://127.0.0.1:8000", url)
+    answers = run_python(code, "-c").split("===")
+    assert [len(answer.split()) > 2 for answer in answers] == [True] * 3
 
 
 def test_the_config_files_example_holds_only_options(tmp_path: Path) -> None:
