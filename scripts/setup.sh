@@ -16,8 +16,10 @@ find_python() {
 }
 
 install() { # uv takes a fifth of pip's time. It reads none of pip's settings: with an index of its own, pip does all
+    # A start compiles what it imports, a part of all that is installed, unless it may not keep that.
     if ! .venv/bin/pip config list | grep -q '\.index-url=' && .venv/bin/uv pip install --quiet \
-        --python .venv/bin/python --compile-bytecode --constraint scripts/constraints.txt "$@" 2>/dev/null; then
+        --python .venv/bin/python ${PYTHONDONTWRITEBYTECODE:+--compile-bytecode} \
+        --constraint scripts/constraints.txt "$@" 2>/dev/null; then
         return
     fi
     .venv/bin/pip install --quiet --disable-pip-version-check --constraint scripts/constraints.txt "$@"
