@@ -1,21 +1,26 @@
-"""`jaxpage bench roofline`: what a GPU could reach at best with a model, and what the compiled programs move instead.
+"""`jaxpage bench roofline`: what a GPU could reach at best with a model, and what compiled programs should take there.
 
 No GPU is needed, and nothing is timed. The least that a decode step must move is its weights, the KV that its rows
-attend to and their new KV; the least that it must do are its products. The GPU's peaks turn both into milliseconds. The
-step's program is then compiled for that GPU, and what its kernels read and write is counted.
+attend to and their new KV; the least that it must do are its products. The step's programs are then compiled for that
+GPU, and a model of the card (`jaxpage.aot`) says what their kernels should take: predictions, until a card was asked.
 """
 
-import math
+import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from jaxpage.aot.card import Card, card_of
+from jaxpage.aot.gemm_time import best_gemm_seconds, ctas_per_sm
+from jaxpage.aot.gemms import Gemm
+from jaxpage.aot.step_time import PARTS, step_time
 from jaxpage.config import EngineConfig
 from jaxpage.models.config_only import open_for_compiling
 from jaxpage.request import Draw
 from jaxpage.runner.blueprint import Blueprint, bytes_per_device, draw_blueprint
-from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.buckets import choose_bucket
 from jaxpage.runner.gpu_targets import TARGETS, GPUTarget, described_mesh
 from jaxpage.runner.plan import NUM_EDITS, pack_edits
 from jaxpage.runner.program_facts import facts_of
@@ -39,7 +44,11 @@ class Floor:
 
     def milliseconds(self, gpu: GPUTarget) -> float:
         """At the GPU's peaks, whichever takes longer."""
-        return 1e3 * max(self.num_bytes / gpu.bytes_per_second, self.flops / gpu.flops_per_second)
+        return 1e3 * self.seconds(gpu.bytes_per_second, gpu.flops_per_second)
+
+    def seconds(self, bytes_per_second: float, flops_per_second: float) -> float:
+        """At such rates, whichever takes longer."""
+        return max(self.num_bytes / bytes_per_second, self.flops / flops_per_second)
 
 
 def floor_of(it: Blueprint, batch: int, context: int) -> Floor:
@@ -62,44 +71,85 @@ def floor_of(it: Blueprint, batch: int, context: int) -> Floor:
     )
 
 
-def roofline(config: EngineConfig, target: str, batches: list[int], context: int) -> list[dict[str, Any]]:
-    """A line per batch: the floor, and what the compiled decode step moves. Raises as `draw_blueprint` does."""
+def roofline(config: EngineConfig, target: str, batches: list[int], context: int) -> dict[str, Any]:
+    """The floor of each batch's decode step, and what the compiled one should take. Raises as `draw_blueprint` does."""
     gpu = TARGETS[target]
     mesh = described_mesh(gpu, config.tensor_parallel_size)
     it = draw_blueprint(config, open_for_compiling(config.model), mesh, lambda _: gpu.pool_bytes)
+    return {
+        "target": gpu.name,
+        "devices": mesh.size,
+        "context": context,
+        "batches": {str(batch): _decode(it, gpu, batch, context) for batch in batches},
+    }
+
+
+def _decode(it: Blueprint, gpu: GPUTarget, batch: int, context: int) -> dict[str, Any]:
+    """One batch: its floor, its programs' bytes, and their time by the model."""
     edits = pack_edits(np.zeros((2, 0), np.int32), NUM_EDITS)
-    lines = []
-    for batch in batches:
-        bucket = Bucket(max(batch, 4), max(batch, 4), 1)
-        program = compile_step(it.program_config, bucket, it.shapes.params, it.shapes.kv_cache, it.shapes.state, edits)
-        arguments = draw_arguments(it.shapes, it.program_config, bucket.num_rows, 1, Draw.GREEDY)
-        draw = compile_draw(it.program_config, Draw.GREEDY, 1, *arguments)
-        floor, facts = floor_of(it, batch, context), facts_of(program)
-        traffic = traffic_of(program.as_text() or "")
-        for part, num_bytes in traffic_of(draw.as_text() or "").items():
-            traffic[part] = traffic.get(part, 0) + num_bytes
-        # Attention's arguments are whole caches: it reads what the floor counts.
-        moved = sum(traffic.values()) + floor.kv_bytes
-        at_peak = 1e3 * moved / gpu.bytes_per_second
-        lines.append(
-            {
-                "batch": batch,
-                "context": context,
-                "weight_gb": floor.weight_bytes / 1e9,
-                "kv_gb": floor.kv_bytes / 1e9,
-                "gflop": floor.flops / 1e9,
-                "floor_ms": floor.milliseconds(gpu),
-                "floor_tokens_per_s": 1e3 * batch / floor.milliseconds(gpu),
-                "moved_gb": moved / 1e9,
-                "moved_ms": at_peak,
-                "excess": moved / floor.num_bytes - 1,
-                **{f"excess_{part}_gb": bytes_ / 1e9 for part, bytes_ in _excess(it, traffic).items()},
-                "num_kernels": facts.num_kernels + facts_of(draw).num_kernels,
-                "collectives": facts.collectives,
-                "scratch_mb": facts.scratch_bytes / 1e6,
-            }
-        )
-    return lines
+    bucket = choose_bucket(it.buckets, batch, batch, 1)
+    program = compile_step(it.program_config, bucket, it.shapes.params, it.shapes.kv_cache, it.shapes.state, edits)
+    arguments = draw_arguments(it.shapes, it.program_config, bucket.num_rows, 1, Draw.GREEDY)
+    draw = compile_draw(it.program_config, Draw.GREEDY, 1, *arguments)
+    card, floor, facts = card_of(gpu), floor_of(it, batch, context), facts_of(program)
+    texts = [program.as_text() or "", draw.as_text() or ""]
+    traffic: Counter[str] = Counter()
+    for text in texts:
+        traffic.update(traffic_of(text))
+    # Attention's arguments are whole caches: it reads what the floor counts.
+    moved = traffic.total() + floor.kv_bytes
+    times = [step_time(text, card, _attention_seconds(it, card, batch, context)) for text in texts]
+    predicted = sum(each.seconds for each in times)
+    tuned = predicted - sum(seconds - best_gemm_seconds(gemm, card) for gemm, seconds in times[0].gemms)
+    reached = floor.seconds(card.dram_bytes_per_second, card.best_flops_per_second)
+    parts = {name: sum(each.parts[name] for each in times) for name in PARTS}
+    return {
+        "weight_gb": floor.weight_bytes / 1e9,
+        "kv_gb": floor.kv_bytes / 1e9,
+        "gflop": floor.flops / 1e9,
+        "floor_ms": floor.milliseconds(gpu),
+        "floor_tokens_per_s": 1e3 * batch / floor.milliseconds(gpu),
+        "moved_gb": moved / 1e9,
+        "excess": moved / floor.num_bytes - 1,
+        **{f"excess_{part}_gb": bytes_ / 1e9 for part, bytes_ in _excess(it, traffic).items()},
+        "reached_floor_ms": 1e3 * reached,
+        "predicted_ms": 1e3 * predicted,
+        "predicted_over_floor": predicted / reached,
+        "predicted_tokens_per_s": batch / predicted,
+        "tuned_ms": 1e3 * tuned,
+        "tuned_over_floor": tuned / reached,
+        **{f"{part}_ms": 1e3 * seconds for part, seconds in parts.items()},
+        "graph_nodes": sum(each.launches for each in times),
+        "collectives": facts.collectives,
+        "scratch_mb": facts.scratch_bytes / 1e6,
+        "gemms": [_row_of(gemm, seconds, count, card) for gemm, seconds, count in _alike(times[0].gemms)],
+    }
+
+
+def _alike(gemms: list[tuple[Gemm, float]]) -> list[tuple[Gemm, float, int]]:
+    """Products that differ in their names alone, once each, and how many there are."""
+    count = Counter((dataclasses.replace(gemm, name=""), seconds) for gemm, seconds in gemms)
+    return [(gemm, seconds, number) for (gemm, seconds), number in count.items()]
+
+
+def _row_of(gemm: Gemm, seconds: float, count: int, card: Card) -> dict[str, Any]:
+    """A product as it stands in the report."""
+    slots = ctas_per_sm(gemm, card) * card.num_sms
+    return {
+        "shape": [gemm.rows, gemm.columns, gemm.depth],
+        "count": count,
+        "tile": [gemm.tile_rows, gemm.tile_columns, gemm.tile_depth],
+        "stages": gemm.num_stages,
+        "warps": gemm.num_warps,
+        "tma": gemm.uses_tma,
+        "splits": gemm.splits,
+        "ctas": gemm.num_ctas,
+        "waves": gemm.num_ctas / slots,
+        "read_mb": gemm.operand_bytes / 1e6,
+        "tiles_read_mb": gemm.tile_operand_bytes / 1e6,
+        "us": 1e6 * seconds,
+        "best_us": 1e6 * best_gemm_seconds(gemm, card),
+    }
 
 
 def _excess(it: Blueprint, traffic: dict[str, int]) -> dict[str, int]:
@@ -110,23 +160,51 @@ def _excess(it: Blueprint, traffic: dict[str, int]) -> dict[str, int]:
     return {part: moved - weights.get(part, 0) for part, moved in traffic.items()}
 
 
-def show(lines: list[dict[str, Any]], target: str, num_devices: int) -> str:
-    """As a table for people."""
-    gpu = TARGETS[target]
-    rows = [
-        f"{num_devices} x {gpu.name}, at peak {gpu.bytes_per_second / 1e12:.2f} TB/s and "
-        f"{gpu.flops_per_second / 1e12:.0f} TFLOP/s; per device and step:",
-        f"{'batch':>6} {'context':>8} {'weights':>9} {'KV':>9} {'products':>12} {'floor':>9} {'tokens/s':>10}"
-        f" {'moved':>9} {'at peak':>9} {'excess':>7}  where",
+def _attention_seconds(it: Blueprint, card: Card, batch: int, context: int) -> float:
+    positions = sum(
+        it.layout.groups[g].spec.token_elements * min(context, it.layout.groups[g].spec.span or context)
+        for g, _ in it.layout.layers
+    )
+    return (
+        batch
+        * positions
+        * it.dtype.itemsize
+        / it.mesh.size
+        / len(it.layout.layers)
+        / (0.85 * card.dram_bytes_per_second)
+        + 2e-6
+    )
+
+
+def show(found: dict[str, Any], target: str) -> str:
+    """What `roofline` gives, as tables for people."""
+    gpu, card = TARGETS[target], card_of(TARGETS[target])
+    lines = [
+        f"{found['devices']} x {gpu.name}, {found['context']} positions; per device and step. The floor is at what "
+        f"good kernels reach, {card.dram_bytes_per_second / 1e12:.2f} TB/s and {card.best_flops_per_second / 1e12:.0f} "
+        "TFLOP/s; predicted: by a model of the card, from the compiled programs, not measured",
+        f"{'batch':>6} {'weights':>9} {'KV':>9} {'products':>12} {'floor':>9} {'predicted':>10} {'over floor':>10}"
+        f" {'tokens/s':>9} {'kernels':>8}  where",
     ]
-    for line in lines:
-        parts = {
-            name[len("excess_") : -len("_gb")]: value for name, value in line.items() if name.startswith("excess_")
-        }
-        where = ", ".join(f"{part} {1e3 * value:.1f} MB" for part, value in parts.items() if math.fabs(value) > 5e-5)
-        rows.append(
-            f"{line['batch']:6} {line['context']:8} {line['weight_gb']:6.2f} GB {line['kv_gb']:6.2f} GB "
-            f"{line['gflop']:6.0f} GFLOP {line['floor_ms']:6.2f} ms {line['floor_tokens_per_s']:10.0f} "
-            f"{line['moved_gb']:6.2f} GB {line['moved_ms']:6.2f} ms {100 * line['excess']:6.1f}%  {where}"
+    for batch, row in found["batches"].items():
+        parts = {name: row[f"{name}_ms"] for name in PARTS if row.get(f"{name}_ms")}
+        where = ", ".join(f"{part} {value:.2f} ms" for part, value in parts.items())
+        lines.append(
+            f"{batch:>6} {row['weight_gb']:6.2f} GB {row['kv_gb']:6.2f} GB {row['gflop']:6.0f} GFLOP "
+            f"{row['reached_floor_ms']:6.2f} ms {row['predicted_ms']:7.2f} ms {row['predicted_over_floor']:10.2f} "
+            f"{row['predicted_tokens_per_s']:9.0f} {row['graph_nodes']:8}  {where}"
         )
-    return "\n".join(rows)
+    lines += [
+        "",
+        f"{'batch':>6} {'product':>20} {'times':>5} {'tile':>12} {'stages':>6} {'warps':>5} {'splits':>6} {'CTAs':>6}"
+        f" {'waves':>6} {'operands':>9} {'tiles read':>10} {'predicted':>10} {'best tile':>10}",
+    ]
+    for batch, row in found["batches"].items():
+        for gemm in row["gemms"]:
+            shape, tile = ("x".join(str(size) for size in gemm[name]) for name in ("shape", "tile"))
+            lines.append(
+                f"{batch:>6} {shape:>20} {gemm['count']:5} {tile:>12} {gemm['stages']:6} {gemm['warps']:5} "
+                f"{gemm['splits']:6} {gemm['ctas']:6} {gemm['waves']:6.2f} {gemm['read_mb']:6.1f} MB "
+                f"{gemm['tiles_read_mb']:7.1f} MB {gemm['us']:7.1f} us {gemm['best_us']:7.1f} us"
+            )
+    return "\n".join(lines)

@@ -117,7 +117,7 @@ def _add_benches(commands: Any) -> None:
         "--batch", type=int, nargs="+", default=[1, 32, 256], metavar="N", help="decoding rows (1 32 256)"
     )
     roof.add_argument("--context", type=int, default=1024, metavar="N", help="positions of each row (%(default)s)")
-    roof.add_argument("--json", action="store_true", help="print one JSON object per line")
+    roof.add_argument("--json", action="store_true", help="print one JSON object")
     add_fields(roof.add_argument_group("engine"), EngineConfig)
 
 
@@ -245,12 +245,8 @@ def _roofline(args: argparse.Namespace) -> int:
     config = EngineConfig(**(sized | _options(args)))
     if config.max_num_seqs < largest:
         raise ConfigError(f"--max-num-seqs is {config.max_num_seqs}, and --batch asks for {largest}: raise it")
-    lines = roofline(config, args.target, args.batch, args.context)
-    if args.json:
-        for line in lines:
-            print(json.dumps(line))
-    else:
-        print(show(lines, args.target, config.tensor_parallel_size))
+    found = roofline(config, args.target, args.batch, args.context)
+    print(json.dumps(found) if args.json else show(found, args.target))
     return 0
 
 

@@ -1,7 +1,9 @@
 """GPUs that programs can be compiled for where there is none: XLA is told what they are like."""
 
+import hashlib
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxpage.ops.attention import HEADS_AXIS
+from jaxpage.ops.gemm_launch import GemmLaunch
 
 POOL_SHARE = 0.75
 """Of a GPU's memory, what JAX takes unless it is told otherwise (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
@@ -110,15 +113,41 @@ def described_mesh(target: GPUTarget, num_devices: int) -> Mesh:
     return Mesh(np.array(topology.devices), (HEADS_AXIS,))
 
 
-def compiler_options(device: jax.Device) -> dict[str, Any] | None:
-    """What XLA is told beside its flags when it compiles for a device; nothing for one that is here."""
-    if device.client.runtime_type != "compile_only_runtime":
-        return None
-    return {
+def compiler_options(device: jax.Device, launches: Sequence[GemmLaunch] = (), num_tokens: int = 0) -> dict[str, Any]:
+    """What XLA is told beside its flags when it compiles for a device.
+
+    launches: how to cut the program's matrix products, which have `num_tokens` rows; best first. Only a device that is
+    not here needs to be told: on one that is, XLA times what there is to choose from.
+    """
+    if not is_described(device):
+        return {}
+    options: dict[str, Any] = {
         # It would compile every fusion once more to time it, and there is nothing to time it on.
         "xla_gpu_experimental_enable_fusion_autotuner": False,
         "xla_gpu_cuda_data_dir": _toolkit().name,
     }
+    if launches:
+        options["xla_gpu_gemm_autotuner_override_file"] = _override_file(
+            "".join(f"config {{ {launch.override(num_tokens)} }}\n" for launch in launches)
+        )
+        if not launches[0].splits_sums:
+            options["xla_gpu_experimental_force_split_k"] = 1
+    return options
+
+
+def is_described(device: jax.Device) -> bool:
+    """Whether a device is not on this machine, so that programs are compiled for it and not run."""
+    runtime: str = device.client.runtime_type
+    return runtime == "compile_only_runtime"
+
+
+@cache
+def _override_file(configs: str) -> str:
+    """A file that XLA reads them from."""
+    name = hashlib.sha256(configs.encode()).hexdigest()[:16]
+    file = Path(_toolkit().name, f"gemms-{name}.txt")
+    file.write_text(configs, "utf-8")
+    return str(file)
 
 
 @cache

@@ -15,6 +15,7 @@ they are told (in) and the sampled tokens (out).
 """
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpage.models.params import Params
 from jaxpage.models.registry import model_for
 from jaxpage.ops.attention import AttentionMetadata, KVCache, Target, logits_sharding
+from jaxpage.ops.gemm_launch import choose_gemms
 from jaxpage.ops.kv_write import copy_blocks
 from jaxpage.ops.launch import GPU
 from jaxpage.ops.sampling import TokenLogprobs, logprobs_at
@@ -73,15 +75,30 @@ def compile_step(
     out_shardings = (*_shardings((kv_cache, state)), logits_sharding(mesh, config.model.vocab_size))
     lowered = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(params, kv_cache, state, edits)
     when_traced()
-    return lowered.compile(compiler_options(mesh.devices.flat[0]))
+    return lowered.compile(_options_for(mesh.devices.flat[0], bucket.num_tokens, params))
 
 
-def _compiled(jitted: Any, *arguments: Any) -> jax.stages.Compiled:
-    """Compiled for the devices that the arguments lie on: here, or described."""
+def _compiled(jitted: Any, *arguments: Any, num_tokens: int = 0, weights: Any = None) -> jax.stages.Compiled:
+    """Compiled for the devices that the arguments lie on: here, or described.
+
+    num_tokens: rows of its matrix products, if it has any; weights: what they multiply.
+    """
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments))
     device = next(device for sharding in shardings if sharding is not None for device in sharding.device_set)
-    program: jax.stages.Compiled = jitted.lower(*arguments).compile(compiler_options(device))
+    program: jax.stages.Compiled = jitted.lower(*arguments).compile(_options_for(device, num_tokens, weights))
     return program
+
+
+def _options_for(device: jax.Device, num_tokens: int, weights: Any) -> dict[str, Any]:
+    """How XLA compiles a program for such devices; see `_compiled`."""
+    gpu = _gpu_of(device)
+    if gpu is None or not num_tokens:
+        return compiler_options(device)
+    matrices = [leaf for leaf in jax.tree.leaves(weights) if len(leaf.shape) > 1]
+    # A weight is [..., in]: see `ops.matmul.linear`.
+    columns = min(math.prod(leaf.sharding.shard_shape(leaf.shape)[:-1]) for leaf in matrices)
+    launches = choose_gemms(num_tokens, columns, matrices[0].dtype.itemsize, gpu)
+    return compiler_options(device, launches, num_tokens)
 
 
 def _shardings(arguments: Any) -> Any:
@@ -90,11 +107,13 @@ def _shardings(arguments: Any) -> Any:
 
 
 def _target_of(mesh: Mesh) -> Target:
-    device = mesh.devices.flat[0]
-    gpu = None
-    if device.platform == "gpu":
-        gpu = GPU(device.core_count, int(device.compute_capability.replace(".", "")))
-    return Target(gpu, mesh if mesh.size > 1 else None)
+    return Target(_gpu_of(mesh.devices.flat[0]), mesh if mesh.size > 1 else None)
+
+
+def _gpu_of(device: jax.Device) -> GPU | None:
+    if device.platform != "gpu":
+        return None
+    return GPU(device.core_count, int(device.compute_capability.replace(".", "")))
 
 
 def compile_edit(state: Any, edits: Any) -> jax.stages.Compiled:
@@ -169,7 +188,10 @@ def compile_score(config: ProgramConfig, params: Params, hidden: Any, packed: An
         logits = model_for(config.model.architecture).logits(params, hidden[index], config.model)
         return logprobs_at(logits, following, config.num_logprobs)
 
-    return _compiled(jax.jit(score, out_shardings=hidden.sharding), params, hidden, packed)
+    num_tokens = packed.shape[-1]
+    return _compiled(
+        jax.jit(score, out_shardings=hidden.sharding), params, hidden, packed, num_tokens=num_tokens, weights=params
+    )
 
 
 def compile_score_rows(config: ProgramConfig, params: Params, hidden: Any, packed: Any) -> jax.stages.Compiled:
@@ -183,7 +205,15 @@ def compile_score_rows(config: ProgramConfig, params: Params, hidden: Any, packe
         logits = model_for(config.model.architecture).logits(params, hidden[packed], config.model)
         return jax.nn.log_softmax(logits, axis=-1)
 
-    return _compiled(jax.jit(score_rows, out_shardings=hidden.sharding), params, hidden, packed)
+    num_tokens = packed.shape[-1]
+    return _compiled(
+        jax.jit(score_rows, out_shardings=hidden.sharding),
+        params,
+        hidden,
+        packed,
+        num_tokens=num_tokens,
+        weights=params,
+    )
 
 
 def compile_pool(hidden: Any, packed: Any) -> jax.stages.Compiled:
@@ -201,7 +231,9 @@ def compile_pool(hidden: Any, packed: Any) -> jax.stages.Compiled:
         states = jnp.where(within.any(axis=0)[:, None], hidden, 0).astype(jnp.float32)
         return jnp.matmul(within.astype(jnp.float32), states, precision=jax.lax.Precision.HIGHEST)
 
-    return _compiled(jax.jit(pool, out_shardings=hidden.sharding), hidden, packed)
+    sums = jax.ShapeDtypeStruct((hidden.shape[-1], hidden.shape[0]), jnp.float32, sharding=hidden.sharding)
+    jitted = jax.jit(pool, out_shardings=hidden.sharding)
+    return _compiled(jitted, hidden, packed, num_tokens=packed.shape[-1], weights=sums)
 
 
 def compile_sampler(logits: Any, sampling: Any) -> jax.stages.Compiled:

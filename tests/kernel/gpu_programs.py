@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import serialize_executable
 
+from jaxpage.aot.gemms import gemms_of
 from jaxpage.config import EngineConfig
 from jaxpage.models.config_only import ConfigOnly
 from jaxpage.ops import attention_triton, kv_write_triton
@@ -30,8 +31,10 @@ from jaxpage.runner.blueprint import Blueprint, draw_blueprint
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.gpu_targets import TARGETS, compiler_options, described_mesh
 from jaxpage.runner.plan import NUM_EDITS, empty_forks, pack_edits
+from jaxpage.runner.pooling import NUM_POOLED
 from jaxpage.runner.program_facts import entry_of, facts_of
 from jaxpage.runner.program_table import draw_arguments
+from jaxpage.runner.scoring import NUM_SCORED_ROWS, NUM_SCORED_TOKENS
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE = 2, 2048, 16
 KV_SHAPE = rf"bf16\[{NUM_BLOCKS},2,{BLOCK_SIZE},\d+,\d+\]"
@@ -107,6 +110,17 @@ def describe_draw(it: Blueprint, kind: Draw) -> dict[str, Any]:
     return describe(program) | {"num_rows": num_rows, "num_donated": len(jax.tree.leaves(it.shapes.state))}
 
 
+def describe_small(it: Blueprint) -> dict[str, Any]:
+    """The same of the programs that look at hidden states, by their names."""
+    config, params, hidden = it.program_config, it.shapes.params, it.shapes.state.hidden
+    scored, rows = np.zeros((2, NUM_SCORED_TOKENS), np.int32), np.zeros(NUM_SCORED_ROWS, np.int32)
+    return {
+        "score": describe(step.compile_score(config, params, hidden, scored)),
+        "score_rows": describe(step.compile_score_rows(config, params, hidden, rows)),
+        "pool": describe(step.compile_pool(hidden, np.zeros((2, NUM_POOLED), np.int32))),
+    }
+
+
 def describe_sampler(it: Blueprint) -> dict[str, Any]:
     """The same of the draw that `jaxpage bench sampler` measures by itself."""
     num_rows = it.config.max_num_seqs
@@ -119,7 +133,8 @@ def describe_sampler(it: Blueprint) -> dict[str, Any]:
 
 def describe(program: jax.stages.Compiled) -> dict[str, Any]:
     serialized, _, _ = serialize_executable.serialize(program)
-    return dataclasses.asdict(facts_of(program)) | {"serialized_bytes": len(serialized)}
+    gemms = [dataclasses.asdict(gemm) for gemm in gemms_of(program.as_text() or "")]
+    return dataclasses.asdict(facts_of(program)) | {"serialized_bytes": len(serialized), "gemms": gemms}
 
 
 KERNELS = (attention_triton._attention_kernel, attention_triton._reduce_kernel, kv_write_triton._kernel)
@@ -138,16 +153,14 @@ class Structure:
 
     def __enter__(self) -> None:
         (device,) = described_mesh(TARGETS["h200"], 1).devices.flat
-        options = compiler_options(device)
-        assert options is not None
-        toolkit, here = Path(options["xla_gpu_cuda_data_dir"]), Path(self._folder.name)
+        toolkit, here = Path(compiler_options(device)["xla_gpu_cuda_data_dir"]), Path(self._folder.name)
         (here / "nvvm").symlink_to(toolkit / "nvvm")
         assembler = here / "bin/ptxas"
         assembler.parent.mkdir()
         assembler.write_text(ASSEMBLER.format(real=toolkit / "bin/ptxas"), "utf-8")
         assembler.chmod(0o700)
-        options |= {"xla_gpu_cuda_data_dir": str(here), "xla_backend_optimization_level": 0}
-        step.compiler_options = lambda device: options
+        changes = {"xla_gpu_cuda_data_dir": str(here), "xla_backend_optimization_level": 0}
+        step.compiler_options = lambda *arguments: compiler_options(*arguments) | changes
         for kernel in KERNELS:
             kernel._unsafe_update_src(kernel.src[: kernel.src.index("):\n")] + "):\n    pass\n")
 
@@ -194,11 +207,13 @@ if __name__ == "__main__":
             speculating = blueprint(SMALL, SMALL_OPTIONS | {"speculative_config": SPECULATIVE}, "h200", 1)
             draft = pool.submit(describe_draw, speculating, Draw.GREEDY)
             sampler = pool.submit(describe_sampler, its["small h200 x 1"])
+            small = {name: pool.submit(describe_small, it) for name, it in its.items()}
             forks = {name: pool.submit(describe_fork, it) for name, it in its.items()}
             found = {
                 "in earnest": {f"large h200 x 8 {name_of(largest)}": in_earnest},
                 "steps": {name: program.result() for name, program in steps.items()},
                 "forks": {name: program.result() for name, program in forks.items()},
+                "small": {name: programs.result() for name, programs in small.items()},
                 "drafts": {"small h200 x 1": draft.result()},
                 "sampler": {"small h200 x 1": sampler.result()},
             }

@@ -111,6 +111,21 @@ def test_no_program_asks_the_host_how_to_go_on(
         assert program["num_decisions"] == 0, name
 
 
+def test_every_product_has_tiles_in_flight_and_none_is_tiny(
+    found: dict[str, dict[str, Any]], steps: dict[str, Any]
+) -> None:
+    """XLA's own choice without a device has one stage and tiles of 16 x 8: see `jaxpage.ops.gemm_launch`."""
+    small = {f"{name} {kind}": it for name, programs in found["small"].items() for kind, it in programs.items()}
+    products = [(name, gemm) for name, it in (steps | small).items() for gemm in it["gemms"]]
+    for name, gemm in products:
+        assert gemm["num_stages"] > 1, (name, gemm)
+        assert max(gemm["tile_rows"], gemm["tile_columns"]) >= 32, (name, gemm)
+    assert {name for name, _ in products} == {*steps, *small}
+    in_layers = [name for name, _ in products if name in steps]
+    # Four in each layer, and the logits: what cuBLAS would do is none of them.
+    assert len(in_layers) == len(steps) * (4 * NUM_LAYERS + 1)
+
+
 def test_the_sampler_that_is_measured_by_itself_is_the_one_that_serves(found: dict[str, dict[str, Any]]) -> None:
     (sampler,) = found["sampler"].values()
     assert sampler["num_decisions"] == 0

@@ -89,9 +89,37 @@ def test_traffic_is_operands_and_results_of_kernels_but_for_what_stays_in_place(
     }
 
 
-def test_the_table_has_a_line_per_batch() -> None:
-    numbers = ("weight_gb", "kv_gb", "gflop", "floor_ms", "floor_tokens_per_s", "moved_gb", "moved_ms", "excess")
-    line = {"batch": 32, "context": 1024, **dict.fromkeys(numbers, 1.0), "excess_layer_gb": 0.25}
-    table = show([line], "h200", 8).splitlines()
-    assert table[0].startswith("8 x NVIDIA H200, at peak 4.80 TB/s")
-    assert "layer 250.0 MB" in table[2]
+def test_of_a_table_of_embeddings_only_what_is_looked_up_counts() -> None:
+    """Also where the lookup is fused into whatever takes its rows."""
+    looked_up = """HloModule jit_step
+
+%fused (table: bf16[1000,64], ids: s32[8]) -> f32[8] {
+  %table = bf16[1000,64]{1,0} parameter(0)
+  %ids = s32[8]{0} parameter(1)
+  %rows = bf16[8,64]{1,0} gather(%table, %ids), offset_dims={1}
+  ROOT %sum = f32[8]{0} reduce(%rows)
+}
+
+ENTRY %main (table: bf16[1000,64], ids: s32[8]) -> f32[8] {
+  %table.1 = bf16[1000,64]{1,0} parameter(0)
+  %ids.1 = s32[8]{0} parameter(1)
+  ROOT %norm = f32[8]{0} fusion(%table.1, %ids.1), kind=kInput, calls=%fused, metadata={op_name="jit(step)/reduce"}
+}
+"""
+    assert traffic_of(looked_up) == {"other": 8 * 64 * 2 + 8 * 4 + 8 * 4}
+
+
+def test_the_report_has_a_line_per_batch_and_per_product() -> None:
+    numbers = ("weight_gb", "kv_gb", "gflop", "reached_floor_ms", "predicted_ms", "predicted_over_floor")
+    numbers += ("predicted_tokens_per_s", "gemm_ms", "launch_ms")
+    gemm: dict[str, Any] = {"shape": [32, 4096, 4096], "tile": [32, 32, 128], "count": 7}
+    gemm |= dict.fromkeys(("stages", "warps", "splits", "ctas"), 4)
+    gemm |= dict.fromkeys(("waves", "read_mb", "tiles_read_mb", "us", "best_us"), 1.0)
+    row = {"graph_nodes": 352, "gemms": [gemm], **dict.fromkeys(numbers, 1.0)}
+    report = show({"devices": 8, "context": 1024, "batches": {"32": row}}, "h200").splitlines()
+    assert report[0].startswith("8 x NVIDIA H200, 1024 positions; per device and step.")
+    assert "predicted" in report[0]
+    assert report[2].split()[0] == "32"
+    assert report[2].endswith("gemm 1.00 ms, launch 1.00 ms")
+    assert "32x4096x4096" in report[5]
+    assert "32x32x128" in report[5]
