@@ -29,8 +29,10 @@ class Draw(enum.IntEnum):
 
     GREEDY = 0
     RANDOM = 1
-    """Temperature, top-k, top-p and min-p."""
-    ANY = 2
+    """Temperature and min-p, which look at each token by itself."""
+    FILTERED = 2
+    """Top-k and top-p, which look at all of the vocabulary several times."""
+    ANY = 3
     """Everything."""
 
 
@@ -106,7 +108,12 @@ class Request:
         self.max_computed_tokens = len(self.prompt_token_ids) + self.max_tokens - 1
         params = self.params
         is_simple = self.num_logprobs < 0 and not (self.has_rules or self.own_processors or params.changes_logits)
-        self.draw = Draw.ANY if not is_simple else Draw.GREEDY if params.greedy else Draw.RANDOM
+        if not is_simple:
+            self.draw = Draw.ANY
+        elif params.greedy:
+            self.draw = Draw.GREEDY
+        else:
+            self.draw = Draw.FILTERED if params.top_k > 0 or params.top_p < 1 else Draw.RANDOM
 
     @property
     def num_tokens(self) -> int:

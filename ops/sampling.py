@@ -84,12 +84,13 @@ def sample(
 
 
 def sample_random(
-    logits: jax.Array, state: SamplingState, place: Place = _anywhere, *, at_once: bool = False
+    logits: jax.Array, state: SamplingState, place: Place = _anywhere, *, at_once: bool = False, filtered: bool = True
 ) -> jax.Array:
-    """`sample` for rows that ask for nothing but temperature, top-k, top-p and min-p."""
+    """`sample` for rows that ask for nothing but temperature and min-p and, if `filtered`, top-k and top-p."""
 
     def some_random() -> jax.Array:
-        return jnp.where(state.temperature > 0, draw(logits, state, place, at_once=at_once), sample_greedy(logits))
+        drawn = draw(logits, state, place, at_once=at_once, filtered=filtered)
+        return jnp.where(state.temperature > 0, drawn, sample_greedy(logits))
 
     return on_demand(jnp.any(state.temperature > 0), some_random, lambda: sample_greedy(logits), at_once=at_once)
 
@@ -99,19 +100,26 @@ def sample_greedy(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def draw(logits: jax.Array, state: SamplingState, place: Place = _anywhere, *, at_once: bool = False) -> jax.Array:
-    """A token per row at its temperature, where that is not 0. logits: [rows, vocab], -inf for what is masked."""
+def draw(
+    logits: jax.Array, state: SamplingState, place: Place = _anywhere, *, at_once: bool = False, filtered: bool = True
+) -> jax.Array:
+    """A token per row at its temperature, where that is not 0; see `sample_random`.
+
+    logits: [rows, vocab], -inf for what is masked. What a row draws is the same, filtered or not, if it has no filter.
+    """
     temperature = jnp.where(state.temperature > 0, state.temperature, 1)[:, None]
     # The largest logit goes first: the best token has probability 1 exactly, however small the temperature.
     probabilities = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature)
-    probabilities = place(
-        on_demand(
+    if filtered:
+        probabilities = on_demand(
             jnp.any((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)),
             lambda: filter_probabilities(probabilities, state, at_once=at_once),
             lambda: probabilities,
             at_once=at_once,
         )
-    )
+    else:
+        probabilities = drop_improbable(probabilities, state)
+    probabilities = place(probabilities)
     noise = exponential_noise(state.seed, state.position, logits.shape[1])
     # The barrier keeps XLA from computing the noise inside of the argmax, where it is not vectorized on a CPU.
     return jnp.argmax(jax.lax.optimization_barrier(probabilities / noise), axis=-1).astype(jnp.int32)
@@ -145,11 +153,16 @@ def filter_probabilities(probabilities: jax.Array, state: SamplingState, *, at_o
 
     probabilities: [rows, vocab] float32, relative to the most probable token, which has 1.
     """
-    probabilities = jnp.where(probabilities >= state.min_p[:, None], probabilities, 0)
+    probabilities = drop_improbable(probabilities, state)
     # A CPU finds the best tokens of a row in less time than it takes to count the row a few times; a GPU would sort.
     of_all = partial(least_of_all, at_once=at_once)
     least = jax.lax.platform_dependent(probabilities, state, cpu=_least_of_the_best, default=of_all)
     return jnp.where(probabilities >= least[:, None], probabilities, 0)
+
+
+def drop_improbable(probabilities: jax.Array, state: SamplingState) -> jax.Array:
+    """Set what min-p excludes to 0. probabilities: as in `filter_probabilities`."""
+    return jnp.where(probabilities >= state.min_p[:, None], probabilities, 0)
 
 
 def _least_of_the_best(probabilities: jax.Array, state: SamplingState) -> jax.Array:

@@ -109,6 +109,8 @@ def _sample(
         case Draw.GREEDY:
             return sample_greedy(logits)
         case Draw.RANDOM:
+            return sample_random(logits, sampling, target.place_logits, at_once=target.at_once, filtered=False)
+        case Draw.FILTERED:
             return sample_random(logits, sampling, target.place_logits, at_once=target.at_once)
         case Draw.ANY:
             return sample(logits, sampling, processing, mask, target.place_logits, at_once=target.at_once)

@@ -93,7 +93,7 @@ class ProgramTable:
         """What few requests ask for, and takes the longest to compile."""
         # A GPU has a program of its own for greedy steps: the one that draws at random leaves nothing out there.
         is_cpu = _mesh_of(shapes).devices.flat[0].platform == "cpu"
-        self._kinds = (Draw.RANDOM,) if is_cpu else (Draw.GREEDY, Draw.RANDOM)
+        self._kinds = (Draw.FILTERED,) if is_cpu else (Draw.GREEDY, Draw.RANDOM, Draw.FILTERED)
         self._closing = threading.Event()
         self._may_go_on = threading.Event()
         self._background: threading.Thread | None = None

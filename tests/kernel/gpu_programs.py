@@ -124,7 +124,7 @@ def describe_small(it: Blueprint) -> dict[str, Any]:
 def describe_sampler(it: Blueprint) -> dict[str, Any]:
     """The same of the draw that `jaxpage bench sampler` measures by itself."""
     num_rows = it.config.max_num_seqs
-    logits, _, _ = draw_arguments(it.shapes, it.program_config, num_rows, 1, Draw.RANDOM)
+    logits, _, _ = draw_arguments(it.shapes, it.program_config, num_rows, 1, Draw.FILTERED)
     floats, ints = (jax.ShapeDtypeStruct((num_rows,), dtype) for dtype in (np.float32, np.int32))
     seed = jax.ShapeDtypeStruct((num_rows, 2), np.uint32)
     sampling: Any = SamplingState(floats, ints, floats, floats, seed, ints)

@@ -1,6 +1,7 @@
 """The sampler against a sorted float64 reference, and what a draw may and may not depend on."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -134,6 +135,20 @@ def test_what_is_decided_on_the_way_and_what_is_not_draw_the_same() -> None:
             expected = np.asarray(run_sample(logits, state, processing))
             np.testing.assert_array_equal(run_random(logits, state), expected)
             np.testing.assert_array_equal(run_random(logits, state, at_once=True), expected)
+
+
+def test_rows_without_top_k_and_top_p_draw_the_same_where_nothing_is_filtered() -> None:
+    """A GPU has a program for steps in which no row filters; company that does must not change what a row draws."""
+    rows = [{"temperature": 0.0}, {"temperature": 0.3, "seed": 1}, {"temperature": 1.5, "min_p": 0.2, "seed": 2}, {}]
+    rows = [{"seed": index, **row} for index, row in enumerate(rows * (ROWS // len(rows)))]
+    for step in range(16):
+        logits = jnp.asarray(random_logits(step))
+        state, _ = device_states(rows, VOCAB)
+        unfiltered, filtered = (
+            np.asarray(jax.jit(partial(sample_random, at_once=True, filtered=filtered))(logits, state))
+            for filtered in (False, True)
+        )
+        np.testing.assert_array_equal(unfiltered, filtered)
 
 
 def test_other_seeds_and_positions_give_other_draws() -> None:
