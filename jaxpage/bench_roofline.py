@@ -9,17 +9,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from jaxpage.config import EngineConfig
 from jaxpage.models.config_only import open_for_compiling
 from jaxpage.request import Draw
 from jaxpage.runner.blueprint import Blueprint, bytes_per_device, draw_blueprint
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.gpu_targets import TARGETS, GPUTarget, described_mesh
-from jaxpage.runner.plan import NUM_EDITS, pack_edits
 from jaxpage.runner.program_facts import facts_of
-from jaxpage.runner.program_table import draw_arguments
+from jaxpage.runner.program_table import draw_arguments, step_arguments
 from jaxpage.runner.program_traffic import traffic_of
 from jaxpage.runner.step import compile_draw, compile_step
 
@@ -67,11 +64,10 @@ def roofline(config: EngineConfig, target: str, batches: list[int], context: int
     gpu = TARGETS[target]
     mesh = described_mesh(gpu, config.tensor_parallel_size)
     it = draw_blueprint(config, open_for_compiling(config.model), mesh, lambda _: gpu.pool_bytes)
-    edits = pack_edits(np.zeros((2, 0), np.int32), NUM_EDITS)
     lines = []
     for batch in batches:
         bucket = Bucket(max(batch, 4), max(batch, 4), 1)
-        program = compile_step(it.program_config, bucket, it.shapes.params, it.shapes.kv_cache, it.shapes.state, edits)
+        program = compile_step(it.program_config, bucket, *step_arguments(it.shapes, it.program_config, bucket))
         arguments = draw_arguments(it.shapes, it.program_config, bucket.num_rows, 1, Draw.GREEDY)
         draw = compile_draw(it.program_config, Draw.GREEDY, 1, *arguments)
         floor, facts = floor_of(it, batch, context), facts_of(program)
