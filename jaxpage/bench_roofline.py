@@ -10,8 +10,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from jaxpage.aot.card import Card, card_of
 from jaxpage.aot.gemm_time import best_gemm_seconds, ctas_per_sm
 from jaxpage.aot.gemms import Gemm
@@ -22,9 +20,8 @@ from jaxpage.request import Draw
 from jaxpage.runner.blueprint import Blueprint, bytes_per_device, draw_blueprint
 from jaxpage.runner.buckets import choose_bucket
 from jaxpage.runner.gpu_targets import TARGETS, GPUTarget, described_mesh
-from jaxpage.runner.plan import NUM_EDITS, pack_edits
 from jaxpage.runner.program_facts import facts_of
-from jaxpage.runner.program_table import draw_arguments
+from jaxpage.runner.program_table import draw_arguments, step_arguments
 from jaxpage.runner.program_traffic import traffic_of
 from jaxpage.runner.step import compile_draw, compile_step
 
@@ -86,9 +83,8 @@ def roofline(config: EngineConfig, target: str, batches: list[int], context: int
 
 def _decode(it: Blueprint, gpu: GPUTarget, batch: int, context: int) -> dict[str, Any]:
     """One batch: its floor, its programs' bytes, and their time by the model."""
-    edits = pack_edits(np.zeros((2, 0), np.int32), NUM_EDITS)
     bucket = choose_bucket(it.buckets, batch, batch, 1)
-    program = compile_step(it.program_config, bucket, it.shapes.params, it.shapes.kv_cache, it.shapes.state, edits)
+    program = compile_step(it.program_config, bucket, *step_arguments(it.shapes, it.program_config, bucket))
     arguments = draw_arguments(it.shapes, it.program_config, bucket.num_rows, 1, Draw.GREEDY)
     draw = compile_draw(it.program_config, Draw.GREEDY, 1, *arguments)
     card, floor, facts = card_of(gpu), floor_of(it, batch, context), facts_of(program)

@@ -40,7 +40,8 @@ def compile_programs(config: EngineConfig, target: str, out: Path) -> int:
         raise ConfigError(f"--out is {out}, which is not empty: name a new folder, or clear it")
     mesh, free = _devices_of(config, target)
     blueprint = draw_blueprint(config, open_for_compiling(config.model), mesh, lambda _: free)
-    kept = bytes_per_device((blueprint.shapes.params, blueprint.shapes.kv_cache, blueprint.shapes.state))
+    shapes = blueprint.shapes
+    kept = bytes_per_device((shapes.params, shapes.kv_cache, shapes.state, shapes.logits))
     if kept > free:
         raise ConfigError(
             f"weights, KV cache and batch take {kept / 2**30:.1f} GiB of each device, and {target} has "

@@ -19,7 +19,7 @@ from jaxpage.models.config import ModelConfig, UnsupportedModelError
 from jaxpage.models.parallel import divide_model
 from jaxpage.models.params import Params, param_shapes
 from jaxpage.models.registry import Model, resolve_model
-from jaxpage.ops.attention import KV_CACHE_SPEC, KVCache
+from jaxpage.ops.attention import KV_CACHE_SPEC, KVCache, logits_sharding
 from jaxpage.ops.kv_spec import KVLayout
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.own_processors import OwnProcessor, load_processors
@@ -61,7 +61,7 @@ class Blueprint:
     @property
     def makers(self) -> dict[str, Callable[[], Any]]:
         """What makes those of `shapes` that begin empty."""
-        return {"kv_cache": self.make_kv_cache, "state": self.make_state}
+        return {"kv_cache": self.make_kv_cache, "state": self.make_state, "logits": self.make_logits}
 
     @property
     def replicated(self) -> NamedSharding:
@@ -86,13 +86,19 @@ class Blueprint:
         """A cache that holds nothing."""
         return empty_kv_cache(self.layout, self.num_blocks, self.dtype)
 
+    def make_logits(self) -> dict[int, jax.Array]:
+        """Room for the logits of steps: see `DeviceShapes.logits`."""
+        numbers = sorted({self.program_config.num_logits(bucket) for bucket in self.buckets})
+        return {number: jnp.zeros((number, self.model_config.vocab_size), jnp.float32) for number in numbers}
+
     @cached_property
     def shapes(self) -> DeviceShapes:
-        """Of weights, cache and batch, and where they lie."""
+        """Of weights, cache, batch and logits, and where they lie."""
         return DeviceShapes(
             param_shapes(self.specs, self.dtype, self.mesh),
             _placed(self.make_kv_cache, self.kv_sharding),
             _placed(self.make_state, self.replicated),
+            _placed(self.make_logits, logits_sharding(self.mesh, self.model_config.vocab_size)),
         )
 
 

@@ -18,11 +18,15 @@ from jaxpage.request import Draw
 from jaxpage.runner.blueprint import Blueprint
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.draw import StepResult
-from jaxpage.runner.plan import pack_draws
+from jaxpage.runner.plan import NO_EDITS, NUM_EDITS, pack_draws, pack_edits
 from jaxpage.runner.program_table import ProgramTable
 from jaxpage.runner.state import BatchState
 
 logger = logging.getLogger(__name__)
+
+_CHANGE_WHAT_EDITS_DO = ("admit", "fork", "edit")
+"""Programs that write where edits do: block tables and places."""
+_NUM_ROOMS, _ROOM_BYTES = 16, 4096
 
 
 class DeviceBatch:
@@ -31,34 +35,47 @@ class DeviceBatch:
     def __init__(self, blueprint: Blueprint, checkpoint: Checkpoint, programs: ProgramTable) -> None:
         """Loads the weights. Raises `ModelLoadError`."""
         self._blueprint = blueprint
+        self._num_logits = blueprint.program_config.num_logits
         self._programs = programs
         self._offloaded: Params | None = None
         """The weights while asleep."""
-        self._last: tuple[Bucket, jax.Array] | None = None
-        """The last step, and its logits."""
+        self._last: Bucket | None = None
+        """Of the last step."""
         self._no_masks: dict[int, jax.Array] = {}
         """What `Draw.ANY` is told where there are none, by the rows of a step."""
+        self._edits: jax.Array | None = None
+        """Those of the last step."""
+        self._edits_may_repeat = False
+        """Whether they would change nothing if they were made once more."""
         with ThreadPoolExecutor(1, thread_name_prefix="kv cache") as pool:
             kv_cache = pool.submit(lambda: programs.empty("kv_cache")())
             started = time.perf_counter()
             self._params = load_params(blueprint.specs, checkpoint, blueprint.dtype, blueprint.mesh)
             logger.info("weights loaded as %s in %.1f s", blueprint.dtype, time.perf_counter() - started)
             self.state: BatchState = programs.empty("state")()
+            self._logits: dict[int, jax.Array] = programs.empty("logits")()
+            """Of the last step of each size: see `DeviceShapes.logits`."""
             self._kv_cache: KVCache = kv_cache.result()
+        self._walls = self._make_room() if blueprint.mesh.devices.flat[0].platform != "cpu" else []
 
     def run(self, program: str, packed: np.ndarray, variant: tuple[int, ...] = ()) -> Any:
         """Send a program of `runner.step` what it is told, and return at once, with what it gives besides the state.
 
         variant: the numbers of a step's `Bucket` and its `Draw`, or an admission's capacity.
         """
-        programs, told = self._programs, self._send(packed)
+        programs = self._programs
+        told = self._edits_of(packed) if program == "step" else self._send(packed)
+        if program in _CHANGE_WHAT_EDITS_DO:
+            self._edits_may_repeat = False
         match program:
             case "step":
                 *shape, kind = variant
                 bucket = Bucket(*shape)
-                step = programs.step(bucket)
-                self._kv_cache, self.state, logits = step(self._params, self._kv_cache, self.state, told)
-                self._last = bucket, logits
+                step, number = programs.step(bucket), self._num_logits(bucket)
+                self._kv_cache, self.state, self._logits[number] = step(
+                    self._params, self._kv_cache, self.state, self._logits[number], told
+                )
+                self._last = bucket
                 return self._draw(Draw(kind), None)
             case "redraw":
                 return self._draw(Draw.ANY, told)
@@ -77,7 +94,8 @@ class DeviceBatch:
     def _draw(self, kind: Draw, told: jax.Array | None) -> StepResult:
         """Behind the last step."""
         assert self._last is not None
-        bucket, logits = self._last
+        bucket = self._last
+        logits = self._logits[self._num_logits(bucket)]
         program = self._programs.draw(bucket, kind)
         if kind is Draw.ANY and told is None:
             told = self._no_masks.get(bucket.num_rows)
@@ -93,8 +111,8 @@ class DeviceBatch:
         return self._offloaded is not None
 
     def sleep(self, *, offload_weights: bool) -> None:
-        """Free the KV cache, whose content is lost; with `offload_weights`, move the weights to host memory."""
-        for buffer in self._kv_cache.buffers:
+        """Free KV cache and logits, whose content is lost; with `offload_weights`, move the weights to host memory."""
+        for buffer in (*self._kv_cache.buffers, *self._logits.values()):
             buffer.delete()
         self._offloaded = self._params
         if offload_weights:
@@ -108,6 +126,27 @@ class DeviceBatch:
         self._params = jax.device_put(self._offloaded, shardings)
         self._offloaded = None
         self._kv_cache = self._programs.empty("kv_cache")()
+        self._logits = self._programs.empty("logits")()
+
+    def _edits_of(self, packed: np.ndarray) -> jax.Array:
+        """What a step is told, for `NO_EDITS` the same as the last one, which changes nothing: nothing need be sent.
+
+        All of them lie at the same address if memory is free as it was: a GPU's graph stays as it is.
+        """
+        if self._edits is None or packed.size or not self._edits_may_repeat:
+            self._edits = None  # gives its memory to the next
+            self._edits = self._send(packed if packed.size else pack_edits(NO_EDITS, NUM_EDITS))
+            self._edits_may_repeat = True
+        return self._edits
+
+    def _make_room(self) -> list[jax.Array]:
+        """Leave gaps in the devices' memory that only small arrays fit in. Returns what stands between them.
+
+        An allocator takes the smallest gap that is large enough. So what is sent and drawn in each step, and is there
+        for two, never lies where the scratch of a program was: that is always at the same address, and graphs stay.
+        """
+        rooms = [self._send(np.zeros(_ROOM_BYTES // 4, np.int32)) for _ in range(2 * _NUM_ROOMS)]
+        return rooms[1::2]
 
     def _send(self, packed: np.ndarray) -> jax.Array:
         """To all devices of this process, which every process does: nobody compares what they send."""

@@ -28,6 +28,10 @@ NUM_EDITS = 64
 """Edits that travel with a step; if there are more, the rest go ahead of it."""
 
 
+NO_EDITS = np.zeros((2, 0), np.int32)
+"""What most steps travel with."""
+
+
 def pack_edits(edits: np.ndarray, capacity: int) -> np.ndarray:
     """Edits of the state (`StepTable`), [2, n] int32, padded to [2, capacity]."""
     packed = np.full((2, capacity), _UNUSED, np.int32)

@@ -20,6 +20,10 @@ class ProgramConfig:
     speculative: SpeculativeConfig | None = None
     """How drafts are proposed; None in an engine that does not speculate."""
 
+    def num_logits(self, bucket: Bucket) -> int:
+        """Most tokens that a step draws."""
+        return bucket.num_rows * self.num_draws(bucket)
+
     def num_draws(self, bucket: Bucket) -> int:
         """Most tokens that a row draws in a step: one, and one behind each of its drafts."""
         if self.speculative is None or bucket.max_query_len == 1:

@@ -20,7 +20,7 @@ from jaxpage.models.params import Params
 from jaxpage.ops.attention import KVCache, logits_sharding
 from jaxpage.request import Draw
 from jaxpage.runner.buckets import Bucket, by_usefulness, choose_bucket
-from jaxpage.runner.plan import NUM_EDITS, empty_admission, empty_forks, empty_rules, pack_draws, pack_edits
+from jaxpage.runner.plan import NO_EDITS, NUM_EDITS, empty_admission, empty_forks, empty_rules, pack_draws, pack_edits
 from jaxpage.runner.pooling import NUM_POOLED
 from jaxpage.runner.program_config import ProgramConfig
 from jaxpage.runner.programs import ProgramStore
@@ -59,6 +59,8 @@ class DeviceShapes:
     params: Params
     kv_cache: KVCache
     state: BatchState
+    logits: dict[int, jax.ShapeDtypeStruct]
+    """By how many tokens a step draws at most (`num_logits`), [that many, vocab] float32 each."""
 
 
 class ProgramTable:
@@ -194,7 +196,7 @@ class ProgramTable:
         return ready[min(each for each in ready if each >= kind)]
 
     def empty(self, name: str) -> jax.stages.Compiled:
-        """What makes one of the shapes, "kv_cache" or "state", with nothing in it. In the caller's thread."""
+        """What makes one of the shapes, all but "params", with nothing in it. In the caller's thread."""
         if name not in self._empty:
             shapes = getattr(self._shapes, name)
             self._empty[name] = self._get("empty", name, shapes, lambda: compile_empty(self._makers[name], shapes))
@@ -217,7 +219,7 @@ class ProgramTable:
             shape = self._shape_of(bucket)
             kinds = [*self._draws[shape], *([Draw.ANY] if self._draw_any[shape].done() else [])]
             for kind in kinds[:1] if shape in drawn else kinds:
-                yield "step", self._edits(NUM_EDITS), (*dataclasses.astuple(bucket), kind)
+                yield "step", NO_EDITS, (*dataclasses.astuple(bucket), kind)
             drawn.add(shape)
         for name, program in self._small.items():
             if program.done():
@@ -258,23 +260,22 @@ class ProgramTable:
     def _compile_first(self) -> None:
         bucket = self._buckets[0]
         try:
-            if self._store.has("step", (self._config, bucket), self._step_arguments()):
+            if self._store.has("step", (self._config, bucket), self._step_arguments(bucket)):
                 self._is_traced.set()
             self._compile_step(bucket)
         finally:
             self._is_traced.set()
 
     def _compile_step(self, bucket: Bucket) -> None:
-        args = self._step_arguments()
+        args = self._step_arguments(bucket)
 
         def compile_it() -> jax.stages.Compiled:
             return compile_step(self._config, bucket, *args, when_traced=self._is_traced.set)
 
         self._steps[bucket] = self._get("step", (self._config, bucket), args, compile_it)
 
-    def _step_arguments(self) -> tuple[Params, KVCache, BatchState, np.ndarray]:
-        shapes = self._shapes
-        return (shapes.params, shapes.kv_cache, shapes.state, self._edits(NUM_EDITS))
+    def _step_arguments(self, bucket: Bucket) -> tuple[Params, KVCache, BatchState, jax.ShapeDtypeStruct, np.ndarray]:
+        return step_arguments(self._shapes, self._config, bucket)
 
     def _compile_admission(self, capacity: int) -> None:
         self._is_traced.wait()
@@ -346,7 +347,7 @@ class ProgramTable:
         return empty_admission(capacity, self._shapes.kv_cache.layout, drafts=drafts)
 
     def _edits(self, capacity: int) -> np.ndarray:
-        return pack_edits(np.zeros((2, 0), np.int32), capacity)
+        return pack_edits(NO_EDITS, capacity)
 
     def _get(
         self, name: str, config: object, args: Any, compile_program: Callable[[], jax.stages.Compiled]
@@ -356,14 +357,26 @@ class ProgramTable:
         return program
 
 
+def step_arguments(
+    shapes: DeviceShapes, config: ProgramConfig, bucket: Bucket
+) -> tuple[Params, KVCache, BatchState, jax.ShapeDtypeStruct, np.ndarray]:
+    """What `compile_step` takes for a bucket."""
+    logits = _logits_shape(shapes, config, config.num_logits(bucket))
+    return shapes.params, shapes.kv_cache, shapes.state, logits, pack_edits(NO_EDITS, NUM_EDITS)
+
+
 def draw_arguments(
     shapes: DeviceShapes, config: ProgramConfig, num_rows: int, num_draws: int, kind: Draw
 ) -> tuple[jax.ShapeDtypeStruct, BatchState, np.ndarray | None]:
     """What `compile_draw` takes for draws behind a step of so many rows."""
+    told = pack_draws(num_rows, config.model.vocab_size) if kind is Draw.ANY else None
+    return _logits_shape(shapes, config, num_rows * num_draws), shapes.state, told
+
+
+def _logits_shape(shapes: DeviceShapes, config: ProgramConfig, number: int) -> jax.ShapeDtypeStruct:
     vocab_size = config.model.vocab_size
     sharding = logits_sharding(_mesh_of(shapes), vocab_size)
-    logits = jax.ShapeDtypeStruct((num_rows * num_draws, vocab_size), np.float32, sharding=sharding)
-    return logits, shapes.state, pack_draws(num_rows, vocab_size) if kind is Draw.ANY else None
+    return jax.ShapeDtypeStruct((number, vocab_size), np.float32, sharding=sharding)
 
 
 def _mesh_of(shapes: DeviceShapes) -> Mesh:

@@ -90,12 +90,10 @@ def _bytes_looked_up(body: str, index: int) -> int:
     names, found = {parameter.group(1)}, 0
     for line in body.splitlines():
         it = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (\S+) ([a-z\-]+)\(([^)]*)\)", line)
-        if it is None:
-            continue
-        first, *others = re.findall(r"%?([\w.\-]+)", it.group(4))
-        if names & set(others):
+        taken = re.findall(r"%?([\w.\-]+)", it.group(4)) if it else []
+        if names & set(taken[1:]):
             return 0
-        if first not in names:
+        if it is None or not names & set(taken):
             continue
         match it.group(3):
             case "bitcast" | "reshape":

@@ -27,7 +27,7 @@ from jaxpage.runner.device_batch import DeviceBatch
 from jaxpage.runner.devices import free_bytes, join_processes, make_mesh, send_back
 from jaxpage.runner.draw import StepResult
 from jaxpage.runner.followers import Followers, Launch, Leader, join_leader_or_followers
-from jaxpage.runner.plan import NUM_EDITS, pack_admission, pack_edits, pack_forks, pack_redraws, pack_rules
+from jaxpage.runner.plan import NO_EDITS, NUM_EDITS, pack_admission, pack_edits, pack_forks, pack_redraws, pack_rules
 from jaxpage.runner.pooling import Pools, dispatch_pools, fetch_pools
 from jaxpage.runner.program_table import ProgramTable
 from jaxpage.runner.programs import ProgramStore
@@ -220,7 +220,8 @@ class Runner:
             edits, ahead = edits[:, programs.edit_capacity :], edits[:, : programs.edit_capacity]
             run("edit", pack_edits(ahead, programs.edit_capacity))
         bucket = programs.bucket(output.num_tokens, len(output.rows), max(output.query_lens))
-        result = run("step", pack_edits(edits, NUM_EDITS), (*dataclasses.astuple(bucket), output.draw))
+        packed = pack_edits(edits, NUM_EDITS) if edits.size else NO_EDITS
+        result = run("step", packed, (*dataclasses.astuple(bucket), output.draw))
         _send_back(result, output.wants_logprobs)
         scores = None
         if any(request.wants_scores for request in output.requests):

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpage.models.params import Params
 from jaxpage.models.registry import model_for
-from jaxpage.ops.attention import AttentionMetadata, KVCache, Target, logits_sharding
+from jaxpage.ops.attention import AttentionMetadata, KVCache, Target
 from jaxpage.ops.gemm_launch import choose_gemms
 from jaxpage.ops.kv_write import copy_blocks
 from jaxpage.ops.launch import GPU
@@ -51,6 +51,7 @@ def compile_step(
     params: Params,
     kv_cache: Any,
     state: Any,
+    logits: Any,
     edits: Any,
     when_traced: Callable[[], None] = lambda: None,
 ) -> jax.stages.Compiled:
@@ -59,21 +60,26 @@ def compile_step(
     `when_traced` is called once no more Python runs for it, and XLA has it.
 
     It is made for the devices that their shardings name: GPUs among them need not be on this machine.
-    The program is `(params, kv_cache, state, edits) -> (kv_cache, state, logits [rows * draws, vocab] float32)`;
-    kv_cache and state are donated. `compile_draw` goes on from there.
+    The program is `(params, kv_cache, state, logits, edits) -> (kv_cache, state, logits)`, which `compile_draw` goes on
+    from. kv_cache, state and logits, [rows * draws, vocab] float32, are donated. What is in the old logits is never
+    read. That their memory is given keeps the new ones where they were: XLA computes layers in it, and a GPU's graph is
+    rewritten wherever an address changes.
     """
 
     mesh = kv_cache.buffers[0].sharding.mesh
     target = _target_of(mesh)
 
     def step(
-        params: Params, kv_cache: KVCache, state: BatchState, edits: jax.Array
+        params: Params, kv_cache: KVCache, state: BatchState, logits: jax.Array, edits: jax.Array
     ) -> tuple[KVCache, BatchState, jax.Array]:
         trace_counts["step"] += 1
+        del logits
         return _step(params, kv_cache, _edit(state, edits), config, bucket, target)
 
-    out_shardings = (*_shardings((kv_cache, state)), logits_sharding(mesh, config.model.vocab_size))
-    lowered = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(params, kv_cache, state, edits)
+    donated = kv_cache, state, logits
+    # Unused arguments would be left out, and the memory of the logits with them.
+    jitted = jax.jit(step, donate_argnums=(1, 2, 3), keep_unused=True, out_shardings=_shardings(donated))
+    lowered = jitted.lower(params, *donated, edits)
     when_traced()
     return lowered.compile(_options_for(mesh.devices.flat[0], bucket.num_tokens, params))
 

@@ -24,7 +24,8 @@ from jaxpage.wire import AddRequest, TokenOutput
 
 COUNTS = (
     *("modules", "functions", "launches", "graphs", "in_graphs", "collectives"),
-    *("copies_in", "copies_out", "copies_within", "waits"),
+    *("copies_in", "copies_out", "copies_within", "waits", "graphs_made", "graphs_dropped"),
+    *("kernel_updates", "child_updates", "copy_updates", "fill_updates"),
 )
 NUM_STEPS, MAX_TOKENS = 7, 16
 PATIENCE_SECONDS = 120
@@ -106,8 +107,13 @@ def decode(core: EngineCore, driver: Driver, params: dict[str, Any]) -> dict[str
     return found
 
 
+def see_devices() -> None:
+    """JAX looks for device files before it asks a driver."""
+    hardware_utils.has_visible_nvidia_gpu = lambda: True
+
+
 def main(options: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
-    hardware_utils.has_visible_nvidia_gpu = lambda: True  # JAX looks for device files before it asks the driver
+    see_devices()
     num_compiles = 0
 
     def count(event: str, *_: Any, **__: Any) -> None:

@@ -30,10 +30,10 @@ from jaxpage.runner import step
 from jaxpage.runner.blueprint import Blueprint, draw_blueprint
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.gpu_targets import TARGETS, compiler_options, described_mesh
-from jaxpage.runner.plan import NUM_EDITS, empty_forks, pack_edits
+from jaxpage.runner.plan import empty_forks
 from jaxpage.runner.pooling import NUM_POOLED
 from jaxpage.runner.program_facts import entry_of, facts_of
-from jaxpage.runner.program_table import draw_arguments
+from jaxpage.runner.program_table import draw_arguments, step_arguments
 from jaxpage.runner.scoring import NUM_SCORED_ROWS, NUM_SCORED_TOKENS
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE = 2, 2048, 16
@@ -79,8 +79,8 @@ def blueprint(hf: dict[str, Any], options: dict[str, Any], target: str, num_gpus
 
 def describe_step(it: Blueprint, bucket: Bucket) -> dict[str, Any]:
     """Compile a step, and say what it is made of."""
-    edits = pack_edits(np.zeros((2, 0), np.int32), NUM_EDITS)
-    program = step.compile_step(it.program_config, bucket, it.shapes.params, it.shapes.kv_cache, it.shapes.state, edits)
+    arguments = step_arguments(it.shapes, it.program_config, bucket)
+    program = step.compile_step(it.program_config, bucket, *arguments)
     text = program.as_text()
     launches = [line for line in entry_of(text).splitlines() if re.search(r" (?:fusion|custom-call|copy)\(", line)]
     return describe_with_cache(it, program) | {

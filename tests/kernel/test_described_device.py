@@ -6,92 +6,49 @@ that has one, every program of it, and what the host asks of a driver from one s
 copies, and that it waits for nothing.
 """
 
-import importlib.util
-import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
-import triton
+from described import A_LITTLE_MEMORY, Found, build_driver, compile_artifact, missing, run_engine
 
 from jaxpage.runner.gpu_targets import TARGETS, GPUTarget
 
-COMPILER = Path(sys.prefix) / "gpu-compiler"
-HEADERS = Path(triton.__file__).parent / "backends/nvidia/include"
-LIBRARIES = ("libcuda.so.1", "libcudart.so.12", "libnvidia-ml.so.1", "libnccl.so.2")
 SHAPES = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
 LATER = {"max_model_len": 64, "num_blocks": 20}
-NUM_LAYERS = 2
+NUM_LAYERS, MANY_LAYERS = 2, 32
 KINDS = ("greedy", "random", "any", "forked")
-A_LITTLE_MEMORY = 0.01
-"""Of each GPU's. JAX keeps tables about all that it takes, in the host's memory: 3 GiB for a whole H200."""
-
-Found = dict[str, Any]
+UPDATES = ("kernel_updates", "child_updates", "copy_updates", "fill_updates")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _has_what_it_takes() -> None:
-    if shutil.which("gcc") is None:
-        pytest.skip("no gcc on PATH: the driver that describes devices is compiled with it")
-    if not COMPILER.exists():
-        pytest.skip(f"no GPU compiler in {COMPILER}: scripts/setup.sh installs it")
-    if not (HEADERS / "cuda.h").exists():
-        pytest.skip(f"no cuda.h in {HEADERS}: Triton brings it")
-    if importlib.util.find_spec("nvidia") is not None:
-        pytest.skip("CUDA's own libraries are installed, and JAX would load those")
+    if (why := missing()) is not None:
+        pytest.skip(why)
 
 
-def environment(**extra: str) -> dict[str, str]:
-    """For a process that compiles kernels, and does not interpret them."""
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return kept | {"PYTHONPATH": str(COMPILER), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | extra
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("described") / "model"
-    config = tiny.TINY["llama"] | {"num_attention_heads": 8}  # and 2 KV heads, of which 8 GPUs have 4 copies each
+def make_model(folder: Path, num_layers: int) -> Path:
+    # Of its 2 KV heads, 8 GPUs have 4 copies each.
+    config = tiny.TINY["llama"] | {"num_attention_heads": 8, "num_hidden_layers": num_layers}
     tiny.write_checkpoint(folder, config, tiny.make_weights(config))
     return folder
 
 
 @pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("described") / "model", NUM_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("described") / "deep", MANY_LAYERS)
+
+
+@pytest.fixture(scope="module")
 def described(tmp_path_factory: pytest.TempPathFactory) -> Callable[[GPUTarget], Path]:
     """A folder with CUDA libraries of a machine that has such GPUs."""
-
-    def build(target: GPUTarget) -> Path:
-        folder = tmp_path_factory.mktemp("libraries")
-        macros = {
-            "NAME": json.dumps(target.name),
-            "COMPUTE_CAPABILITY": target.compute_capability,
-            "NUM_SMS": target.num_sms,
-            "CLOCK_KHZ": round(target.clock_ghz * 1e6),
-            "SHARED_BYTES": target.shared_bytes,
-            "L2_BYTES": target.l2_bytes,
-            "MEMORY_BYTES": target.memory_bytes,
-            "BYTES_PER_SECOND": int(target.bytes_per_second),
-        }
-        sources = sorted(Path(__file__).with_name("described_driver").glob("*.c"))
-        subprocess.run(
-            [
-                *("gcc", "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror"),
-                *("-shared", "-fPIC", "-pthread", "-Wl,-Bsymbolic", f"-I{HEADERS}"),
-                *(f"-D{name}={value}" for name, value in macros.items()),
-                *(*sources, "-o", folder / LIBRARIES[0]),
-            ],
-            check=True,
-        )
-        for name in LIBRARIES[1:]:
-            (folder / name).symlink_to(LIBRARIES[0])
-        return folder
-
-    return build
+    return lambda target: build_driver(tmp_path_factory.mktemp("libraries"), target)
 
 
 @pytest.fixture(scope="module")
@@ -100,20 +57,12 @@ def h200(described: Callable[[GPUTarget], Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def artifact(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """What `jaxpage compile` makes for so many H200."""
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, int], Path]:
+    """What `jaxpage compile` makes of a model for so many H200."""
 
-    def make(num_gpus: int) -> Path:
+    def make(model: Path, num_gpus: int) -> Path:
         out = tmp_path_factory.mktemp("artifact") / "programs"
-        options = SHAPES | LATER | {"tensor_parallel_size": num_gpus}
-        flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-        subprocess.run(
-            [sys.executable, "-m", "jaxpage", "compile", "--target", "h200", "--model", model, "--out", out, *flags],
-            env=environment(JAX_PLATFORMS="cpu"),
-            check=True,
-            capture_output=True,
-        )
-        return out
+        return compile_artifact(out, model, "h200", SHAPES | LATER | {"tensor_parallel_size": num_gpus})
 
     return make
 
@@ -131,34 +80,20 @@ def run(
     memory_fraction: what JAX takes of each GPU's memory; None for its default.
     """
     options = SHAPES | {"model": str(model), "programs": str(programs), "tensor_parallel_size": num_gpus}
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("described_engine.py"), json.dumps(options), *kinds],
-        env=environment(
-            JAX_PLATFORMS="cuda",
-            JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
-            LD_LIBRARY_PATH=str(libraries),
-            DESCRIBED_DEVICES=str(num_gpus),
-            **({} if memory_fraction is None else {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(memory_fraction)}),
-        ),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    found: Found = json.loads(done.stdout)
-    return found
+    return run_engine(libraries, options, kinds, memory_fraction)
 
 
 @pytest.fixture(scope="module")
-def single(h200: Path, model: Path, artifact: Callable[[int], Path]) -> tuple[Path, Found]:
+def single(h200: Path, model: Path, artifact: Callable[[Path, int], Path]) -> tuple[Path, Found]:
     """An artifact for one H200, and what came of it there."""
-    programs = artifact(1)
+    programs = artifact(model, 1)
     return programs, run(h200, model, programs, kinds=KINDS)
 
 
 @pytest.fixture(scope="module")
-def pair(h200: Path, model: Path, artifact: Callable[[int], Path]) -> Found:
+def pair(h200: Path, model: Path, artifact: Callable[[Path, int], Path]) -> Found:
     """The same of two."""
-    return run(h200, model, artifact(2), 2, KINDS, A_LITTLE_MEMORY)
+    return run(h200, model, artifact(model, 2), 2, KINDS, A_LITTLE_MEMORY)
 
 
 @pytest.fixture(scope="module", params=["single", "pair"])
@@ -186,9 +121,9 @@ def test_every_program_is_loaded_and_none_is_traced_or_compiled(found: Found) ->
     check_that_all_is_loaded(found)
 
 
-def test_every_program_for_eight_gpus_is_loaded(h200: Path, model: Path, artifact: Callable[[int], Path]) -> None:
+def test_every_program_for_eight_gpus_is_loaded(h200: Path, model: Path, artifact: Callable[[Path, int], Path]) -> None:
     """All of them run there, and a greedy step waits for no device either."""
-    found = run(h200, model, artifact(8), 8, ("greedy",), A_LITTLE_MEMORY)
+    found = run(h200, model, artifact(model, 8), 8, ("greedy",), A_LITTLE_MEMORY)
     assert len(found["devices"]) == 8
     check_that_all_is_loaded(found)
     for request in ("later", "lagging"):
@@ -235,11 +170,12 @@ def test_the_host_sends_off_a_step_before_a_device_has_begun_the_one_before(foun
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_decode_step_is_asked_for_alike(found: Found, kind: str) -> None:
-    """One small array goes to each device, and a token for each row comes back; with log-probabilities, four more."""
-    later, num_gpus = found[kind]["later"], len(found["devices"])
+    """Nothing goes to a device unless a row begins a block, and a token for each row comes back; with
+    log-probabilities, four more arrays."""
+    later = found[kind]["later"]
     asked = [{name: step[name] for name in ("launches", "graphs", "in_graphs", "copies_in")} for step in later["steps"]]
     assert asked[3:] == [asked[3]] * 6
-    assert asked[3]["copies_in"] == num_gpus
+    assert asked[3]["copies_in"] == 0
     assert later["all"]["copies_out"] == later["num_steps"] * (5 if kind == "any" else 1)
     assert later["all"]["modules"] == 0
 
@@ -261,3 +197,28 @@ def test_devices_exchange_two_sums_per_layer(pair: Found) -> None:
     """And one for the embedding; each draw finds the best token of all, and what it is."""
     step = pair["greedy"]["later"]["steps"][-1]
     assert step["collectives"] == 2 * (2 * NUM_LAYERS + 1 + 2)
+
+
+@pytest.fixture(scope="module")
+def deep(h200: Path, deep_model: Path, artifact: Callable[[Path, int], Path]) -> Found:
+    """What came of greedy requests to a model of as many layers as a large one has."""
+    return run(h200, deep_model, artifact(deep_model, 1), 1, ("greedy",), A_LITTLE_MEMORY)
+
+
+def steady(found: Found, request: str) -> list[dict[str, int]]:
+    """The steps of a request in which nothing begins and nothing ends."""
+    taken: list[dict[str, int]] = found["greedy"][request]["steps"][3:]
+    return taken
+
+
+@pytest.mark.parametrize("request_name", ["first", "later", "lagging"])
+def test_a_steady_step_leaves_its_graphs_as_they_are(deep: Found, request_name: str) -> None:
+    """All that it works in is where it was, but for the tokens of the step before, which are on their way to the host:
+    two nodes write them. Nothing is sent, and a graph that changes costs the host a look at each of its nodes."""
+    for step in steady(deep, request_name):
+        assert (step["launches"], step["graphs"], step["waits"], step["graphs_made"]) == (0, 2, 0, 0)
+        assert step["in_graphs"] > 10 * MANY_LAYERS
+        assert sum(step[kind] for kind in UPDATES) <= 4
+        assert step["copies_in"] == 0
+    # One is counted when the devices come to it, which may be a step later.
+    assert sum(step["copies_out"] for step in steady(deep, request_name)) <= len(steady(deep, request_name)) + 1

@@ -37,6 +37,12 @@ extern long described_copies_in;    // from the host
 extern long described_copies_out;   // to the host
 extern long described_copies_within;
 extern long described_waits;  // calls that return when a device has done its work: on streams, events, copies
+extern long described_graphs_made;     // graphs that became executable
+extern long described_graphs_dropped;  // executable graphs that were thrown away
+extern long described_kernel_updates;  // nodes of executable graphs that were changed, by kind
+extern long described_child_updates;
+extern long described_copy_updates;
+extern long described_fill_updates;
 
 // What a stream does, one after the other.
 struct op {

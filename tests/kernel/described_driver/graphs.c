@@ -2,6 +2,13 @@
 
 #include "described.h"
 
+long described_graphs_made;
+long described_graphs_dropped;
+long described_kernel_updates;
+long described_child_updates;
+long described_copy_updates;
+long described_fill_updates;
+
 struct CUgraph_st {
     CUgraphNode first, *last;
 };
@@ -56,18 +63,22 @@ static void append_graph(CUstream stream, CUgraph graph) {
     }
 }
 
-static CUgraphNode node_of(CUgraphExec exec, CUgraphNode original) {
-    CUgraphNode node = exec->graph->first;
-    while (node && node->original != original) node = node->next;
-    return node;
+static CUgraphNode find_copy(CUgraph graph, CUgraphNode original) {
+    CUgraphNode found = NULL;
+    for (CUgraphNode node = graph->first; node && !found; node = node->next)
+        found = node->original == original ? node : node->child ? find_copy(node->child, original) : NULL;
+    return found;
 }
+
+static CUgraphNode node_of(CUgraphExec exec, CUgraphNode original) { return find_copy(exec->graph, original); }
 
 static struct op copy_op(const CUDA_MEMCPY3D *it) {
     return (struct op){
         COPY, .target = (char *)it->dstDevice, .source = (char *)it->srcDevice, .size = it->WidthInBytes};
 }
 
-static CUresult set_op(CUgraphExec exec, CUgraphNode original, struct op op) {
+static CUresult set_op(CUgraphExec exec, CUgraphNode original, struct op op, long *what) {
+    count(what);
     CUgraphNode node = node_of(exec, original);
     if (!node) return CUDA_ERROR_INVALID_VALUE;
     node->op = op;
@@ -86,12 +97,14 @@ CUresult cuGraphAddNode(
     CUgraphNode *made, CUgraph graph, const CUgraphNode *before, const CUgraphEdgeData *edges, size_t num_before,
     CUgraphNodeParams *it
 ) {
-    if (it->type != CU_GRAPH_NODE_TYPE_KERNEL) return CUDA_ERROR_NOT_SUPPORTED;
-    *made = add_node(graph, (struct op){.kind = LAUNCH}, NULL);
+    bool is_moved = it->type == CU_GRAPH_NODE_TYPE_GRAPH && it->graph.ownership == CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE;
+    if (it->type != CU_GRAPH_NODE_TYPE_KERNEL && !is_moved) return CUDA_ERROR_NOT_SUPPORTED;
+    *made = is_moved ? add_node(graph, (struct op){.kind = NOTHING}, it->graph.graph)
+                     : add_node(graph, (struct op){.kind = LAUNCH}, NULL);
     return CUDA_SUCCESS;
 }
 CUresult cuGraphExecKernelNodeSetParams(CUgraphExec exec, CUgraphNode node, const CUDA_KERNEL_NODE_PARAMS *it) {
-    return set_op(exec, node, (struct op){.kind = LAUNCH});
+    return set_op(exec, node, (struct op){.kind = LAUNCH}, &described_kernel_updates);
 }
 CUresult cuGraphAddMemcpyNode(
     CUgraphNode *made, CUgraph graph, const CUgraphNode *before, size_t num_before, const CUDA_MEMCPY3D *it,
@@ -103,7 +116,7 @@ CUresult cuGraphAddMemcpyNode(
 CUresult cuGraphExecMemcpyNodeSetParams(
     CUgraphExec exec, CUgraphNode node, const CUDA_MEMCPY3D *it, CUcontext context
 ) {
-    return set_op(exec, node, copy_op(it));
+    return set_op(exec, node, copy_op(it), &described_copy_updates);
 }
 CUresult cuGraphAddMemsetNode(
     CUgraphNode *made, CUgraph graph, const CUgraphNode *before, size_t num_before, const CUDA_MEMSET_NODE_PARAMS *it,
@@ -115,7 +128,7 @@ CUresult cuGraphAddMemsetNode(
 CUresult cuGraphExecMemsetNodeSetParams(
     CUgraphExec exec, CUgraphNode node, const CUDA_MEMSET_NODE_PARAMS *it, CUcontext context
 ) {
-    return set_op(exec, node, fill(it->dst, it->value, it->width, it->elementSize));
+    return set_op(exec, node, fill(it->dst, it->value, it->width, it->elementSize), &described_fill_updates);
 }
 CUresult cuGraphAddChildGraphNode(
     CUgraphNode *made, CUgraph graph, const CUgraphNode *before, size_t num_before, CUgraph child
@@ -124,6 +137,7 @@ CUresult cuGraphAddChildGraphNode(
     return CUDA_SUCCESS;
 }
 CUresult cuGraphExecChildGraphNodeSetParams(CUgraphExec exec, CUgraphNode original, CUgraph child) {
+    count(&described_child_updates);
     CUgraphNode node = node_of(exec, original);
     if (!node) return CUDA_ERROR_INVALID_VALUE;
     free_graph(node->child);
@@ -147,9 +161,11 @@ CUresult cuGraphGetRootNodes(CUgraph graph, CUgraphNode *nodes, size_t *number) 
 CUresult cuGraphInstantiate(CUgraphExec *made, CUgraph graph, unsigned long long flags) {
     *made = malloc(sizeof **made);
     (*made)->graph = copy_of(graph);
+    count(&described_graphs_made);
     return CUDA_SUCCESS;
 }
 CUresult cuGraphExecDestroy(CUgraphExec exec) {
+    count(&described_graphs_dropped);
     free_graph(exec->graph);
     free(exec);
     return CUDA_SUCCESS;
