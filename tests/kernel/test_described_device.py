@@ -6,10 +6,7 @@ that has one, every program of it, and what the host asks of a driver from one s
 copies, and that it waits for nothing.
 """
 
-import importlib.util
 import json
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,18 +15,15 @@ from typing import Any
 
 import pytest
 import tiny
-import triton
+from described_machine import WITHOUT_TUNING, build_libraries, environment, environment_there, why_not
 
 from jaxpage.runner.gpu_targets import TARGETS, GPUTarget
 
-COMPILER = Path(sys.prefix) / "gpu-compiler"
-HEADERS = Path(triton.__file__).parent / "backends/nvidia/include"
-LIBRARIES = ("libcuda.so.1", "libcudart.so.12", "libnvidia-ml.so.1", "libnccl.so.2")
 SHAPES = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
 LATER = {"max_model_len": 64, "num_blocks": 20}
 NUM_LAYERS = 2
 KINDS = ("greedy", "random", "any", "forked")
-A_LITTLE_MEMORY = 0.01
+A_LITTLE_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.01"}
 """Of each GPU's. JAX keeps tables about all that it takes, in the host's memory: 3 GiB for a whole H200."""
 
 Found = dict[str, Any]
@@ -37,20 +31,8 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module", autouse=True)
 def _has_what_it_takes() -> None:
-    if shutil.which("gcc") is None:
-        pytest.skip("no gcc on PATH: the driver that describes devices is compiled with it")
-    if not COMPILER.exists():
-        pytest.skip(f"no GPU compiler in {COMPILER}: scripts/setup.sh installs it")
-    if not (HEADERS / "cuda.h").exists():
-        pytest.skip(f"no cuda.h in {HEADERS}: Triton brings it")
-    if importlib.util.find_spec("nvidia") is not None:
-        pytest.skip("CUDA's own libraries are installed, and JAX would load those")
-
-
-def environment(**extra: str) -> dict[str, str]:
-    """For a process that compiles kernels, and does not interpret them."""
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return kept | {"PYTHONPATH": str(COMPILER), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | extra
+    if reason := why_not():
+        pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")
@@ -65,33 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def described(tmp_path_factory: pytest.TempPathFactory) -> Callable[[GPUTarget], Path]:
     """A folder with CUDA libraries of a machine that has such GPUs."""
 
-    def build(target: GPUTarget) -> Path:
-        folder = tmp_path_factory.mktemp("libraries")
-        macros = {
-            "NAME": json.dumps(target.name),
-            "COMPUTE_CAPABILITY": target.compute_capability,
-            "NUM_SMS": target.num_sms,
-            "CLOCK_KHZ": round(target.clock_ghz * 1e6),
-            "SHARED_BYTES": target.shared_bytes,
-            "L2_BYTES": target.l2_bytes,
-            "MEMORY_BYTES": target.memory_bytes,
-            "BYTES_PER_SECOND": int(target.bytes_per_second),
-        }
-        sources = sorted(Path(__file__).with_name("described_driver").glob("*.c"))
-        subprocess.run(
-            [
-                *("gcc", "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror"),
-                *("-shared", "-fPIC", "-pthread", "-Wl,-Bsymbolic", f"-I{HEADERS}"),
-                *(f"-D{name}={value}" for name, value in macros.items()),
-                *(*sources, "-o", folder / LIBRARIES[0]),
-            ],
-            check=True,
-        )
-        for name in LIBRARIES[1:]:
-            (folder / name).symlink_to(LIBRARIES[0])
-        return folder
-
-    return build
+    return lambda target: build_libraries(target, tmp_path_factory.mktemp("libraries"))
 
 
 @pytest.fixture(scope="module")
@@ -120,26 +76,19 @@ def artifact(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 def run(
     libraries: Path,
-    model: Path,
-    programs: Path,
+    options: dict[str, Any],
     num_gpus: int = 1,
     kinds: tuple[str, ...] = (),
-    memory_fraction: float | None = None,
+    **variables: str,
 ) -> Found:
     """What `described_engine.py` prints where these libraries are CUDA's.
 
-    memory_fraction: what JAX takes of each GPU's memory; None for its default.
+    options: the engine's; variables: of the environment.
     """
-    options = SHAPES | {"model": str(model), "programs": str(programs), "tensor_parallel_size": num_gpus}
+    options = {"tensor_parallel_size": num_gpus} | options
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("described_engine.py"), json.dumps(options), *kinds],
-        env=environment(
-            JAX_PLATFORMS="cuda",
-            JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
-            LD_LIBRARY_PATH=str(libraries),
-            DESCRIBED_DEVICES=str(num_gpus),
-            **({} if memory_fraction is None else {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(memory_fraction)}),
-        ),
+        env=environment_there(libraries, num_gpus, **variables),
         capture_output=True,
         text=True,
     )
@@ -148,17 +97,22 @@ def run(
     return found
 
 
+def from_artifact(model: Path, programs: Path) -> dict[str, Any]:
+    """Options of an engine that compiles nothing."""
+    return SHAPES | {"model": str(model), "programs": str(programs)}
+
+
 @pytest.fixture(scope="module")
 def single(h200: Path, model: Path, artifact: Callable[[int], Path]) -> tuple[Path, Found]:
     """An artifact for one H200, and what came of it there."""
     programs = artifact(1)
-    return programs, run(h200, model, programs, kinds=KINDS)
+    return programs, run(h200, from_artifact(model, programs), kinds=KINDS)
 
 
 @pytest.fixture(scope="module")
 def pair(h200: Path, model: Path, artifact: Callable[[int], Path]) -> Found:
     """The same of two."""
-    return run(h200, model, artifact(2), 2, KINDS, A_LITTLE_MEMORY)
+    return run(h200, from_artifact(model, artifact(2)), 2, KINDS, **A_LITTLE_MEMORY)
 
 
 @pytest.fixture(scope="module", params=["single", "pair"])
@@ -188,7 +142,7 @@ def test_every_program_is_loaded_and_none_is_traced_or_compiled(found: Found) ->
 
 def test_every_program_for_eight_gpus_is_loaded(h200: Path, model: Path, artifact: Callable[[int], Path]) -> None:
     """All of them run there, and a greedy step waits for no device either."""
-    found = run(h200, model, artifact(8), 8, ("greedy",), A_LITTLE_MEMORY)
+    found = run(h200, from_artifact(model, artifact(8)), 8, ("greedy",), **A_LITTLE_MEMORY)
     assert len(found["devices"]) == 8
     check_that_all_is_loaded(found)
     for request in ("later", "lagging"):
@@ -198,7 +152,7 @@ def test_every_program_for_eight_gpus_is_loaded(h200: Path, model: Path, artifac
 def test_another_gpu_refuses_an_artifact_by_name(
     single: tuple[Path, Found], model: Path, described: Callable[[GPUTarget], Path]
 ) -> None:
-    refused = run(described(TARGETS["a100"]), model, single[0])["refused"]
+    refused = run(described(TARGETS["a100"]), from_artifact(model, single[0]))["refused"]
     assert "compiled for devices '1 x NVIDIA H200', and here is '1 x NVIDIA A100-SXM4-80GB'" in refused
 
 
@@ -249,6 +203,29 @@ def test_what_else_is_asked_for_is_done(found: Found) -> None:
     for request in ("later", "lagging"):
         assert found["any"][request]["num_logprobs"] == 16
         assert [step["block_copies"] for step in found["forked"][request]["steps"]] == [0, 0, 1] + [0] * 6
+
+
+@pytest.fixture(scope="module")
+def compiled_there(h200: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """An engine without an artifact: its programs are compiled for the device by the client that has it."""
+    options = {"model": str(model), "max_num_seqs": 1, "max_num_batched_tokens": 16, **LATER}
+    options |= {"compile_cache_dir": str(tmp_path_factory.mktemp("cache")), "background_compile": False}
+    return run(h200, options, kinds=("greedy",), XLA_FLAGS=WITHOUT_TUNING)
+
+
+def test_an_engine_compiles_for_the_device_it_is_on(compiled_there: Found) -> None:
+    stats = compiled_there["stats"]
+    assert stats["num_programs"] == stats["num_programs_wanted"] == compiled_there["num_compiles"] > 10
+    assert stats["num_programs_loaded"] == stats["num_recompiles"] == 0
+
+
+def test_what_was_compiled_there_serves_as_an_artifact_does(compiled_there: Found) -> None:
+    for request in ("first", "later", "lagging"):
+        served = compiled_there["greedy"][request]
+        check_that_no_step_waits(served)
+        assert served["num_tokens"] == 16
+    step = compiled_there["greedy"]["later"]["steps"][-1]
+    assert (step["launches"], step["graphs"], step["copies_in"]) == (0, 2, 1)
 
 
 def test_a_greedy_step_is_two_graphs(single: tuple[Path, Found]) -> None:
