@@ -118,17 +118,18 @@ def main() -> None:
     if args.inside is not None:
         print(json.dumps(measure(json.loads(args.inside), args.steps, args.profile)))
         return
-    from described import A_LITTLE_MEMORY, build_driver, driver_environment, missing
+    from described import A_LITTLE_MEMORY
+    from described_machine import build_libraries, environment_there, why_not
 
     from jaxpage.runner.gpu_targets import TARGETS
 
-    if (why := missing()) is not None:
+    if (why := why_not()) is not None:
         sys.exit(why)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
         libraries = Path(temporary, "libraries")
         libraries.mkdir()
-        build_driver(libraries, TARGETS["h200"])
+        build_libraries(TARGETS["h200"], libraries)
         for num_rows in args.rows:
             options = prepare(folder, args, num_rows)
             done = subprocess.run(
@@ -136,7 +137,7 @@ def main() -> None:
                     *(sys.executable, __file__, "--inside", json.dumps(options), "--steps", str(args.steps)),
                     *(["--profile"] if args.profile else []),
                 ],
-                env=driver_environment(libraries, args.tensor_parallel_size, A_LITTLE_MEMORY),
+                env=environment_there(libraries, args.tensor_parallel_size, **A_LITTLE_MEMORY),
                 stdout=subprocess.PIPE,
                 text=True,
                 check=True,

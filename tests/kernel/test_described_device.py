@@ -8,10 +8,12 @@ copies, and that it waits for nothing.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
-from described import A_LITTLE_MEMORY, Found, build_driver, compile_artifact, missing, run_engine
+from described import A_LITTLE_MEMORY, Found, compile_artifact, run_engine
+from described_machine import WITHOUT_TUNING, build_libraries, why_not
 
 from jaxpage.runner.gpu_targets import TARGETS, GPUTarget
 
@@ -24,8 +26,8 @@ UPDATES = ("kernel_updates", "child_updates", "copy_updates", "fill_updates")
 
 @pytest.fixture(scope="module", autouse=True)
 def _has_what_it_takes() -> None:
-    if (why := missing()) is not None:
-        pytest.skip(why)
+    if reason := why_not():
+        pytest.skip(reason)
 
 
 def make_model(folder: Path, num_layers: int) -> Path:
@@ -48,7 +50,7 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def described(tmp_path_factory: pytest.TempPathFactory) -> Callable[[GPUTarget], Path]:
     """A folder with CUDA libraries of a machine that has such GPUs."""
-    return lambda target: build_driver(tmp_path_factory.mktemp("libraries"), target)
+    return lambda target: build_libraries(target, tmp_path_factory.mktemp("libraries"))
 
 
 @pytest.fixture(scope="module")
@@ -69,31 +71,35 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, int], 
 
 def run(
     libraries: Path,
-    model: Path,
-    programs: Path,
+    options: dict[str, Any],
     num_gpus: int = 1,
     kinds: tuple[str, ...] = (),
-    memory_fraction: float | None = None,
+    **variables: str,
 ) -> Found:
     """What `described_engine.py` prints where these libraries are CUDA's.
 
-    memory_fraction: what JAX takes of each GPU's memory; None for its default.
+    options: the engine's; variables: of the environment.
     """
-    options = SHAPES | {"model": str(model), "programs": str(programs), "tensor_parallel_size": num_gpus}
-    return run_engine(libraries, options, kinds, memory_fraction)
+    options = {"tensor_parallel_size": num_gpus} | options
+    return run_engine(libraries, options, kinds, **variables)
+
+
+def from_artifact(model: Path, programs: Path) -> dict[str, Any]:
+    """Options of an engine that compiles nothing."""
+    return SHAPES | {"model": str(model), "programs": str(programs)}
 
 
 @pytest.fixture(scope="module")
 def single(h200: Path, model: Path, artifact: Callable[[Path, int], Path]) -> tuple[Path, Found]:
     """An artifact for one H200, and what came of it there."""
     programs = artifact(model, 1)
-    return programs, run(h200, model, programs, kinds=KINDS)
+    return programs, run(h200, from_artifact(model, programs), kinds=KINDS)
 
 
 @pytest.fixture(scope="module")
 def pair(h200: Path, model: Path, artifact: Callable[[Path, int], Path]) -> Found:
     """The same of two."""
-    return run(h200, model, artifact(model, 2), 2, KINDS, A_LITTLE_MEMORY)
+    return run(h200, from_artifact(model, artifact(model, 2)), 2, KINDS, **A_LITTLE_MEMORY)
 
 
 @pytest.fixture(scope="module", params=["single", "pair"])
@@ -123,7 +129,7 @@ def test_every_program_is_loaded_and_none_is_traced_or_compiled(found: Found) ->
 
 def test_every_program_for_eight_gpus_is_loaded(h200: Path, model: Path, artifact: Callable[[Path, int], Path]) -> None:
     """All of them run there, and a greedy step waits for no device either."""
-    found = run(h200, model, artifact(model, 8), 8, ("greedy",), A_LITTLE_MEMORY)
+    found = run(h200, from_artifact(model, artifact(model, 8)), 8, ("greedy",), **A_LITTLE_MEMORY)
     assert len(found["devices"]) == 8
     check_that_all_is_loaded(found)
     for request in ("later", "lagging"):
@@ -133,7 +139,7 @@ def test_every_program_for_eight_gpus_is_loaded(h200: Path, model: Path, artifac
 def test_another_gpu_refuses_an_artifact_by_name(
     single: tuple[Path, Found], model: Path, described: Callable[[GPUTarget], Path]
 ) -> None:
-    refused = run(described(TARGETS["a100"]), model, single[0])["refused"]
+    refused = run(described(TARGETS["a100"]), from_artifact(model, single[0]))["refused"]
     assert "compiled for devices '1 x NVIDIA H200', and here is '1 x NVIDIA A100-SXM4-80GB'" in refused
 
 
@@ -187,6 +193,29 @@ def test_what_else_is_asked_for_is_done(found: Found) -> None:
         assert [step["block_copies"] for step in found["forked"][request]["steps"]] == [0, 0, 1] + [0] * 6
 
 
+@pytest.fixture(scope="module")
+def compiled_there(h200: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """An engine without an artifact: its programs are compiled for the device by the client that has it."""
+    options = {"model": str(model), "max_num_seqs": 1, "max_num_batched_tokens": 16, **LATER}
+    options |= {"compile_cache_dir": str(tmp_path_factory.mktemp("cache")), "background_compile": False}
+    return run(h200, options, kinds=("greedy",), XLA_FLAGS=WITHOUT_TUNING)
+
+
+def test_an_engine_compiles_for_the_device_it_is_on(compiled_there: Found) -> None:
+    stats = compiled_there["stats"]
+    assert stats["num_programs"] == stats["num_programs_wanted"] == compiled_there["num_compiles"] > 10
+    assert stats["num_programs_loaded"] == stats["num_recompiles"] == 0
+
+
+def test_what_was_compiled_there_serves_as_an_artifact_does(compiled_there: Found) -> None:
+    for request in ("first", "later", "lagging"):
+        served = compiled_there["greedy"][request]
+        check_that_no_step_waits(served)
+        assert served["num_tokens"] == 16
+    step = compiled_there["greedy"]["later"]["steps"][-1]
+    assert (step["launches"], step["graphs"], step["copies_in"]) == (0, 2, 1)
+
+
 def test_a_greedy_step_is_two_graphs(single: tuple[Path, Found]) -> None:
     step = single[1]["greedy"]["later"]["steps"][-1]
     assert (step["launches"], step["graphs"]) == (0, 2)
@@ -202,7 +231,7 @@ def test_devices_exchange_two_sums_per_layer(pair: Found) -> None:
 @pytest.fixture(scope="module")
 def deep(h200: Path, deep_model: Path, artifact: Callable[[Path, int], Path]) -> Found:
     """What came of greedy requests to a model of as many layers as a large one has."""
-    return run(h200, deep_model, artifact(deep_model, 1), 1, ("greedy",), A_LITTLE_MEMORY)
+    return run(h200, from_artifact(deep_model, artifact(deep_model, 1)), 1, ("greedy",), **A_LITTLE_MEMORY)
 
 
 def steady(found: Found, request: str) -> list[dict[str, int]]:

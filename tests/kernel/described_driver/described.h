@@ -1,5 +1,5 @@
-// A stand-in for four libraries of NVIDIA's: the driver (libcuda), the runtime (libcudart), the management
-// (libnvidia-ml), and collectives (libnccl).
+// A stand-in for five libraries of NVIDIA's: the driver (libcuda), the runtime (libcudart), the management
+// (libnvidia-ml), collectives (libnccl), and products of matrices (libcublas), which there are none of.
 //
 // It describes devices and computes nothing. What the host does is real: it loads modules, takes memory, launches,
 // records and waits as it would. What a device does is left out: a launched kernel writes nowhere, so whatever is read
