@@ -1,8 +1,10 @@
 """The one door to jax-triton: calls a Triton kernel on JAX arrays."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax.interpreters import partial_eval
 from triton.backends.nvidia import driver
 
 from jaxpage.ops.launch import GPU
@@ -11,6 +13,23 @@ if not hasattr(driver, "TMA_TF32"):
     # Triton 3.6, which GPU machines have: jax-triton asks for the name, for a kind of argument that is not used here.
     driver.TMA_TF32 = 11
 import jax_triton
+from jax_triton.triton_lib import triton_kernel_call_p
+
+DeadCodeRule = Callable[..., tuple[list[bool], Any]]
+
+
+def of_any_jax(rule: DeadCodeRule) -> DeadCodeRule:
+    """A primitive's rule of dead-code elimination that takes JAX 0.11's arguments and JAX 0.12's, which are one more.
+
+    JAX 0.11 calls `rule(used_outs, eqn)`, JAX 0.12 `rule(used_outs, live_ins, eqn)`, and jax-triton 0.4.1 knows the
+    former alone. A rule that takes three arguments is given back as it is.
+    """
+    if len(inspect.signature(rule).parameters) != 2:
+        return rule
+    return lambda used_outs, *rest: rule(used_outs, rest[-1])
+
+
+partial_eval.dce_rules[triton_kernel_call_p] = of_any_jax(partial_eval.dce_rules[triton_kernel_call_p])
 
 BACKEND_OPTIONS = {
     "enable_fp_fusion": True,  # Triton 3.9 asks for a decision
