@@ -241,8 +241,7 @@ def _roofline(args: argparse.Namespace) -> int:
         if min(values) < 1:
             raise ConfigError(f"--{name} is {min(values)}: it must be at least 1")
     largest = max(*args.batch, 4)
-    sized = {"max_num_seqs": largest, "max_num_batched_tokens": max(512, largest)}
-    config = EngineConfig(**(sized | _options(args)))
+    config = EngineConfig(**({"max_num_seqs": largest} | _options(args))).sized("gpu")
     if config.max_num_seqs < largest:
         raise ConfigError(f"--max-num-seqs is {config.max_num_seqs}, and --batch asks for {largest}: raise it")
     lines = roofline(config, args.target, args.batch, args.context)

@@ -12,10 +12,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from jaxpage.gpu_memory import POOL_SHARE, share_of_jax
 from jaxpage.ops.attention import HEADS_AXIS
-
-POOL_SHARE = 0.75
-"""Of a GPU's memory, what JAX takes unless it is told otherwise (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class GPUTarget:
 
     @property
     def pool_bytes(self) -> int:
-        """What weights, KV cache and scratch may take."""
+        """What weights, KV cache and scratch may take: JAX's share in an engine's process."""
         return int(POOL_SHARE * self.memory_bytes)
 
 
@@ -108,6 +106,14 @@ def described_mesh(target: GPUTarget, num_devices: int) -> Mesh:
     )
     topology = topologies.get_topology_desc(name, "cuda", topology=name, target_config=description)
     return Mesh(np.array(topology.devices), (HEADS_AXIS,))
+
+
+def share_of(mesh: Mesh) -> str:
+    """What an engine has of the memory of each GPU, in words; nothing for CPUs."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return ""
+    return str(POOL_SHARE) if device.client.runtime_type == "compile_only_runtime" else share_of_jax()
 
 
 def compiler_options(device: jax.Device) -> dict[str, Any] | None:

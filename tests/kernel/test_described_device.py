@@ -20,6 +20,7 @@ import pytest
 import tiny
 import triton
 
+from jaxpage.gpu_memory import POOL_SHARE
 from jaxpage.runner.gpu_targets import TARGETS, GPUTarget
 
 COMPILER = Path(sys.prefix) / "gpu-compiler"
@@ -124,11 +125,11 @@ def run(
     programs: Path,
     num_gpus: int = 1,
     kinds: tuple[str, ...] = (),
-    memory_fraction: float | None = None,
+    memory_fraction: float = POOL_SHARE,
 ) -> Found:
     """What `described_engine.py` prints where these libraries are CUDA's.
 
-    memory_fraction: what JAX takes of each GPU's memory; None for its default.
+    memory_fraction: what JAX takes of each GPU's memory; an engine's share by default.
     """
     options = SHAPES | {"model": str(model), "programs": str(programs), "tensor_parallel_size": num_gpus}
     done = subprocess.run(
@@ -138,7 +139,7 @@ def run(
             JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
             LD_LIBRARY_PATH=str(libraries),
             DESCRIBED_DEVICES=str(num_gpus),
-            **({} if memory_fraction is None else {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(memory_fraction)}),
+            XLA_CLIENT_MEM_FRACTION=str(memory_fraction),
         ),
         capture_output=True,
         text=True,
