@@ -114,11 +114,24 @@ def max_blocks(layout: KVLayout) -> int:
 def program_bytes(
     config: SizedConfig, model: ModelConfig, layout: KVLayout, dtype: np.dtype[Any], num_devices: int, batch_bytes: int
 ) -> int:
-    """What programs take of each GPU at most, beside what they are given: their scratch, and results on their way.
+    """What programs take of each GPU at most, beside what they are given: scratch, results, and what compiling takes.
 
-    An upper bound from shapes: the pool's size is part of a program, and must be known before any is compiled. That
-    compiled ones stay below is a test: tests/kernel/test_program_memory.py. A program's scratch is given back before
-    the next begins, so that the largest counts.
+    A program's scratch is given back before the next begins, so that the largest counts.
+    """
+    logits = config.max_num_seqs * (1 + config.max_drafts) * model.vocab_size * 4
+    # XLA tries out matrix products when it compiles on a GPU, with operands of its own, a program or two at a time.
+    operand = max(model.vocab_size, 2 * model.intermediate_size) * model.hidden_size * dtype.itemsize // num_devices
+    scratch = scratch_bytes(config, model, layout, dtype, num_devices, batch_bytes)
+    return scratch + (MAX_STEPS_IN_FLIGHT + 1) * logits + 2 * operand + _SPARE_BYTES
+
+
+def scratch_bytes(
+    config: SizedConfig, model: ModelConfig, layout: KVLayout, dtype: np.dtype[Any], num_devices: int, batch_bytes: int
+) -> int:
+    """An upper bound of any program's scratch on each GPU, from shapes. batch_bytes: of the batch's state.
+
+    The pool's size is part of a program, and must be known before any is compiled. That compiled ones stay below is a
+    test: tests/kernel/test_program_memory.py.
     """
     tokens, rows, vocab = config.max_num_batched_tokens, config.max_num_seqs, model.vocab_size
     logits = rows * (1 + config.max_drafts) * vocab * 4
@@ -126,15 +139,12 @@ def program_bytes(
     activations = tokens * (5 * model.hidden_size + divided // num_devices) * dtype.itemsize
     # Of attention that is split over the KV, each part leaves a sum, its weight and its highest score.
     parts = MAX_SEGMENTS * rows * (model.num_heads // num_devices) * (model.head_dim + 2) * 4
-    scratch = (
+    return max(
         activations + parts,
         (6 if config.logits_processors else 4) * logits + rows * _DRAW_BYTES,  # several devices gather them, too
         2 * NUM_SCORED_TOKENS * vocab * 4,
         rows * len(layout.groups) * block_bytes(layout, dtype, num_devices) + batch_bytes,  # a fork of every row
     )
-    # XLA tries out matrix products when it compiles on a GPU, with operands of its own, a program or two at a time.
-    largest_weight = max(vocab, 2 * model.intermediate_size) * model.hidden_size * dtype.itemsize // num_devices
-    return max(scratch) + (MAX_STEPS_IN_FLIGHT + 1) * logits + 2 * largest_weight + _SPARE_BYTES
 
 
 _DRAW_BYTES = 2**18
