@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
     compiling = _command(commands, "compile", _compile, "compile all programs for GPUs, which need not be here")
     compiling.add_argument(
-        "--target", required=True, choices=("h200", "h100", "a100", "cpu"), help="cpu: this machine's"
+        "--target", required=True, choices=("b200", "h200", "h100", "a100", "cpu"), help="cpu: this machine's"
     )
     compiling.add_argument("--out", required=True, metavar="FOLDER", help="new folder, for `serve --programs FOLDER`")
     add_fields(compiling.add_argument_group("engine"), EngineConfig, skip=("programs", "compile_cache_dir"))
@@ -112,7 +112,7 @@ def _add_benches(commands: Any) -> None:
     engine = serve_bench.add_argument_group("engine, where the bench starts the server")
     add_fields(engine, EngineConfig, skip=("seed",))
     roof = _command(benches, "roofline", _roofline, "what a GPU could reach at best, and what compiled steps move")
-    roof.add_argument("--target", default="h200", choices=("h200", "h100", "a100"), help="GPU (%(default)s)")
+    roof.add_argument("--target", default="h200", choices=("b200", "h200", "h100", "a100"), help="GPU (%(default)s)")
     roof.add_argument(
         "--batch", type=int, nargs="+", default=[1, 32, 256], metavar="N", help="decoding rows (1 32 256)"
     )

@@ -31,10 +31,21 @@ def of_any_jax(rule: DeadCodeRule) -> DeadCodeRule:
 
 partial_eval.dce_rules[triton_kernel_call_p] = of_any_jax(partial_eval.dce_rules[triton_kernel_call_p])
 
-BACKEND_OPTIONS = {
-    "enable_fp_fusion": True,  # Triton 3.9 asks for a decision
-    "ptx_version": 84,  # of CUDA 12.4; by default it is that of the newest assembler in Triton, which XLA does not use
-}
+_PTX_VERSIONS = {0: 84, 100: 86, 103: 88, 110: 90, 120: 87, 121: 88}
+"""By the least compute capability that it holds for: 84, of CUDA 12.4, or the first that knows the GPU.
+
+No newer one, as the assembler is XLA's or the driver's: left to itself, Triton writes for the newest in its package.
+https://docs.nvidia.com/cuda/parallel-thread-execution/#release-notes
+"""
+
+
+def backend_options(compute_capability: int) -> dict[str, Any]:
+    """What Triton is told about a GPU besides the launch."""
+    known = max(since for since in _PTX_VERSIONS if since <= compute_capability)
+    return {
+        "enable_fp_fusion": True,  # Triton 3.9 asks for a decision
+        "ptx_version": _PTX_VERSIONS[known],
+    }
 
 
 def triton_call(
@@ -61,6 +72,6 @@ def triton_call(
         num_stages=num_stages,
         # Given, so that programs can be compiled for a GPU that this machine has not.
         compute_capability=gpu.compute_capability,
-        backend_options=BACKEND_OPTIONS,
+        backend_options=backend_options(gpu.compute_capability),
         **constants,
     )

@@ -43,6 +43,18 @@ class GPUTarget:
 
 
 TARGETS = {
+    "b200": GPUTarget(
+        name="NVIDIA B200",
+        compute_capability=10,
+        num_sms=148,
+        fpus_per_sm=128,
+        clock_ghz=1.965,
+        shared_bytes=233472,
+        l2_bytes=132120576,
+        memory_bytes=190_000_000_000,
+        bytes_per_second=8e12,
+        flops_per_second=2.25e15,
+    ),
     "h200": GPUTarget(
         name="NVIDIA H200",
         compute_capability=9,

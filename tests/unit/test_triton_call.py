@@ -1,6 +1,9 @@
 """The door to jax-triton: its rule of dead-code elimination, called as each JAX calls it."""
 
+import re
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +14,12 @@ import triton
 import triton.language as tl
 from jax.interpreters import partial_eval
 from jax_triton.triton_lib import triton_kernel_call_p
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 from jaxpage.ops.launch import GPU
-from jaxpage.ops.triton_call import of_any_jax, triton_call
+from jaxpage.ops.triton_call import backend_options, of_any_jax, triton_call
 
 EQUATION = SimpleNamespace(invars=["x", "y"])
 
@@ -36,8 +42,8 @@ def test_a_rule_of_three_arguments_is_left_alone() -> None:
     assert of_any_jax(rule) is rule
 
 
-@triton.jit
-def _kernel(x_ptr: Any, out_ptr: Any, N: tl.constexpr) -> None:  # noqa: N803
+@JITFunction  # whatever other tests have told `triton.jit` to make of it
+def _kernel(x_ptr, out_ptr, N: tl.constexpr):  # noqa: N803
     at = tl.arange(0, N)
     tl.store(out_ptr + at, tl.load(x_ptr + at))
 
@@ -53,3 +59,21 @@ def test_dead_code_goes_from_around_a_kernel_and_the_kernel_stays() -> None:
     left, used = partial_eval.dce_jaxpr(whole, [True, False])
     assert used == [True, False]
     assert [eqn.primitive.name for eqn in left.eqns] == [triton_kernel_call_p.name]
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 103, 120, 121])
+def test_a_gpu_gets_ptx_that_knows_it_and_that_the_assembler_of_cuda_12_9_takes(
+    capability: int, tmp_path: Path
+) -> None:
+    compiled = triton.compile(
+        ASTSource(_kernel, {"x_ptr": "*fp32", "out_ptr": "*fp32", "N": "constexpr"}, {"N": 16}),
+        target=GPUTarget("cuda", capability, 32),
+        options=backend_options(capability),
+    )
+    source = tmp_path / "kernel.ptx"
+    source.write_text(compiled.asm["ptx"])
+    target = re.findall(r"^\.target (\w+)", compiled.asm["ptx"], re.MULTILINE)
+    assert target == [f"sm_{capability}{'a' if capability >= 90 else ''}"]
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    subprocess.run([assembler, f"-arch={target[0]}", source, "-o", tmp_path / "kernel.cubin"], check=True)
+    assert int("".join(re.findall(r"^\.version (\d)\.(\d)", compiled.asm["ptx"], re.MULTILINE)[0])) <= 88
