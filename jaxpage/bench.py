@@ -147,7 +147,6 @@ BENCHES: dict[str, Bench] = {
 def _make_llm(options: dict[str, Any], num_tokens: int, num_prompts: int) -> LLM:
     """An engine sized for the bench, as far as the user's options do not say otherwise."""
     sized = {"max_model_len": num_tokens, "max_num_seqs": min(num_prompts, 256)}
-    sized["max_num_batched_tokens"] = max(512, sized["max_num_seqs"])
     return LLM(**(sized | {"background_compile": False} | options))
 
 

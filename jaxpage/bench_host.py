@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpage import wire
-from jaxpage.config import EngineConfig
+from jaxpage.config import EngineConfig, SizedConfig
 from jaxpage.errors import ConfigError
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.spec import plan_layout
@@ -27,7 +27,7 @@ _LENGTH_SPREAD = 0.8
 
 def scheduler(options: dict[str, Any], *, num_prompts: int, input_len: int, output_len: int, repeat: int) -> Result:
     """Milliseconds per step that scheduling and taking in tokens cost, with every request generating."""
-    config = EngineConfig(**(sized(num_prompts) | options))
+    config = sized(num_prompts, options)
     schedule_ms: list[float] = []
     update_ms: list[float] = []
     for seed in range(repeat):
@@ -74,7 +74,7 @@ def loop(
         busy: list[float] = []
         host: dict[str, list[float]] = {phase: [] for phase in ("schedule", "dispatch", "update", "encode")}
         for seed in range(repeat):
-            config = EngineConfig(**(sized(num_prompts) | options))
+            config = sized(num_prompts, options)
             device = SimulatedDevice(device_ms / 1e3, num_prompts, input_len + output_len, config.block_size)
             target = loop_type(make_scheduler(config, num_prompts * (input_len + output_len)), device)
             spare_the_collector()
@@ -109,7 +109,7 @@ def _decode_all(target: Loop, num_prompts: int, host: dict[str, list[float]]) ->
 
 def plan(options: dict[str, Any], *, num_prompts: int, input_len: int, output_len: int, repeat: int) -> Result:
     """Bytes that are sent to the device per step: while all requests decode, and over the whole run."""
-    config = EngineConfig(**(sized(num_prompts) | options))
+    config = sized(num_prompts, options)
     decode: list[int] = []
     everything: list[int] = []
     for seed in range(repeat):
@@ -138,7 +138,7 @@ def kv(options: dict[str, Any], *, num_prompts: int, input_len: int, output_len:
     Lengths are log-normal, with these means: by default those of ShareGPT's conversations that the PagedAttention paper
     (Kwon et al., 2023) gives.
     """
-    config = EngineConfig(**(sized(num_prompts) | options))
+    config = sized(num_prompts, options)
     num_allocated = num_unwritten = 0
     for seed in range(repeat):
         lengths = _mixed_lengths(num_prompts, input_len, output_len, random.Random(seed))
@@ -167,11 +167,12 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values)
 
 
-def sized(num_prompts: int) -> dict[str, Any]:
-    return {"max_num_seqs": num_prompts, "max_num_batched_tokens": max(512, num_prompts)}
+def sized(num_prompts: int, options: dict[str, Any]) -> SizedConfig:
+    """An engine's options with a row for every request, as on a CPU."""
+    return EngineConfig(**({"max_num_seqs": num_prompts} | options)).sized("cpu")
 
 
-def make_scheduler(config: EngineConfig, num_tokens: int) -> Scheduler:
+def make_scheduler(config: SizedConfig, num_tokens: int) -> Scheduler:
     """One that holds all of `num_tokens` at once, for a model of full attention."""
     layout = plan_layout([KVSpec(num_kv_heads=1, head_dim=64)], config.block_size)
     num_blocks = config.num_blocks or num_tokens // config.block_size + 2 * config.max_num_seqs

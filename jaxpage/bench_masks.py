@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from jaxpage.bench_host import Result, make_requests, make_scheduler, sized
-from jaxpage.config import EngineConfig
+from jaxpage.config import SizedConfig
 from jaxpage.loops import LOOPS
 from jaxpage.simulated_device import SimulatedDevice
 
@@ -27,7 +27,7 @@ def masks(
     mask_ms: float,
 ) -> Result:
     """Milliseconds between two tokens of requests without a grammar, alone and beside one whose masks are slow."""
-    config = EngineConfig(**(sized(num_prompts) | options))
+    config = sized(num_prompts, options)
     gaps: dict[bool, list[float]] = {False: [], True: []}
     num_masked_tokens = []
     for seed in range(repeat):
@@ -71,7 +71,7 @@ class _SlowMask:
 
 
 def _run(
-    config: EngineConfig,
+    config: SizedConfig,
     num_prompts: int,
     input_len: int,
     output_len: int,

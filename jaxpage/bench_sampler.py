@@ -24,7 +24,6 @@ def sampler(options: dict[str, Any], *, num_prompts: int, input_len: int, output
     between two tokens, of the median run.
     """
     sized = {"max_model_len": input_len + output_len, "max_num_seqs": num_prompts, "background_compile": False}
-    sized["max_num_batched_tokens"] = max(512, num_prompts)
     with LLM(**(sized | options)) as llm:
         vocab_size = llm.tokenizer.vocab_size
         rng = random.Random(0)

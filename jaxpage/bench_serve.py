@@ -257,7 +257,6 @@ def _sized(engine_options: dict[str, Any], args: argparse.Namespace) -> dict[str
     """As in the other benches: an engine that holds all requests at once, as far as the user does not say otherwise."""
     sized: dict[str, Any] = {"max_model_len": args.random_input_len + args.random_output_len}
     sized["max_num_seqs"] = min(args.num_prompts, 256)
-    sized["max_num_batched_tokens"] = max(512, sized["max_num_seqs"])
     return sized | {"background_compile": False} | engine_options
 
 

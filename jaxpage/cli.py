@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
     compiling = _command(commands, "compile", _compile, "compile all programs for GPUs, which need not be here")
     compiling.add_argument(
-        "--target", required=True, choices=("h200", "h100", "a100", "cpu"), help="cpu: this machine's"
+        "--target", required=True, choices=("b200", "h200", "h100", "a100", "cpu"), help="cpu: this machine's"
     )
     compiling.add_argument("--out", required=True, metavar="FOLDER", help="new folder, for `serve --programs FOLDER`")
     add_fields(compiling.add_argument_group("engine"), EngineConfig, skip=("programs", "compile_cache_dir"))
@@ -112,7 +112,7 @@ def _add_benches(commands: Any) -> None:
     engine = serve_bench.add_argument_group("engine, where the bench starts the server")
     add_fields(engine, EngineConfig, skip=("seed",))
     roof = _command(benches, "roofline", _roofline, "what a GPU could reach at best, and what compiled steps move")
-    roof.add_argument("--target", default="h200", choices=("h200", "h100", "a100"), help="GPU (%(default)s)")
+    roof.add_argument("--target", default="h200", choices=("b200", "h200", "h100", "a100"), help="GPU (%(default)s)")
     roof.add_argument(
         "--batch", type=int, nargs="+", default=[1, 32, 256], metavar="N", help="decoding rows (1 32 256)"
     )
@@ -241,8 +241,7 @@ def _roofline(args: argparse.Namespace) -> int:
         if min(values) < 1:
             raise ConfigError(f"--{name} is {min(values)}: it must be at least 1")
     largest = max(*args.batch, 4)
-    sized = {"max_num_seqs": largest, "max_num_batched_tokens": max(512, largest)}
-    config = EngineConfig(**(sized | _options(args)))
+    config = EngineConfig(**({"max_num_seqs": largest} | _options(args))).sized("gpu")
     if config.max_num_seqs < largest:
         raise ConfigError(f"--max-num-seqs is {config.max_num_seqs}, and --batch asks for {largest}: raise it")
     found = roofline(config, args.target, args.batch, args.context)

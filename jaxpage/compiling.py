@@ -16,7 +16,7 @@ from jaxpage.errors import ConfigError
 from jaxpage.models.config_only import open_for_compiling
 from jaxpage.request import Draw
 from jaxpage.runner.artifact import write_manifest
-from jaxpage.runner.blueprint import Blueprint, bytes_per_device, draw_blueprint
+from jaxpage.runner.blueprint import Blueprint, check_memory, draw_blueprint
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.devices import free_bytes, make_mesh
 from jaxpage.runner.gpu_targets import TARGETS, described_mesh
@@ -40,13 +40,7 @@ def compile_programs(config: EngineConfig, target: str, out: Path) -> int:
         raise ConfigError(f"--out is {out}, which is not empty: name a new folder, or clear it")
     mesh, free = _devices_of(config, target)
     blueprint = draw_blueprint(config, open_for_compiling(config.model), mesh, lambda _: free)
-    shapes = blueprint.shapes
-    kept = bytes_per_device((shapes.params, shapes.kv_cache, shapes.state, shapes.logits))
-    if kept > free:
-        raise ConfigError(
-            f"weights, KV cache and batch take {kept / 2**30:.1f} GiB of each device, and {target} has "
-            f"{free / 2**30:.1f} GiB for them: raise --tensor-parallel-size or lower --num-blocks"
-        )
+    check_memory(blueprint, free)
     print(_HEADER)
     store = _ReportingStore(out, mesh, free)
     programs = ProgramTable(
@@ -64,7 +58,8 @@ def compile_programs(config: EngineConfig, target: str, out: Path) -> int:
     print(
         f"{store.stats.num_programs} programs for {mesh.size} x {mesh.devices.flat[0].device_kind} in "
         f"{time.perf_counter() - started:.0f} s, {_size_of(out) / 2**20:.1f} MiB; weights, cache and batch take "
-        f"{kept / 2**30:.2f} of {free / 2**30:.2f} GiB of each; serve with"
+        f"{blueprint.kept_bytes / 2**30:.2f} of {free / 2**30:.2f} GiB of each, the largest program "
+        f"{store.most_bytes / 2**30:.2f} with its scratch; serve with"
     )
     print(f"  jaxpage serve --model {config.model} --programs {out} {_flags(blueprint, options)}")
     return 0
@@ -90,6 +85,8 @@ class _ReportingStore(ProgramStore):
     def __init__(self, folder: Path, mesh: Mesh, memory_bytes: int) -> None:
         super().__init__(folder, mesh, must_keep=True)
         self._memory_bytes = memory_bytes
+        self.most_bytes = 0
+        """What the largest program so far needs of each device."""
         self._printing = threading.Lock()
 
     def get(
@@ -100,6 +97,7 @@ class _ReportingStore(ProgramStore):
         facts = facts_of(program)
         with self._printing:
             print(_line(_title(name, config), time.perf_counter() - started, facts), flush=True)
+            self.most_bytes = max(self.most_bytes, facts.total_bytes)
         if facts.total_bytes > self._memory_bytes:
             raise ConfigError(
                 f"{_title(name, config)} needs {facts.total_bytes / 2**30:.2f} GiB of each device, "

@@ -1,7 +1,7 @@
 """The engine's options. Frozen; the command line is made from these fields (see `options`).
 
 In: what a user gives. Out: values checked on their own; whatever depends on the model or the device (context length,
-number of blocks) is resolved once by the engine, which logs each automatic choice with its reason.
+sizes of a step, number of blocks) is resolved once by the engine, which logs each automatic choice with its reason.
 """
 
 import dataclasses
@@ -37,9 +37,13 @@ class EngineConfig:
     )
     block_size: int = option(16, "token positions per KV cache block; a power of two")
     num_blocks: int | None = option(None, "KV cache blocks in the pool; default: from measured free memory")
-    kv_memory_fraction: float = option(0.5, "share of the memory free after loading that the KV cache may take")
-    max_num_seqs: int = option(64, "most requests that run at once")
-    max_num_batched_tokens: int = option(512, "token budget of a step")
+    kv_memory_fraction: float | None = option(
+        None,
+        "share of the memory left beside weights, batch and programs that the KV cache may take; "
+        "default: 1 on a GPU, 0.5 on a CPU",
+    )
+    max_num_seqs: int | None = option(None, "most requests that run at once; default: 256 on a GPU, 64 on a CPU")
+    max_num_batched_tokens: int | None = option(None, "token budget of a step; default: 2048 on a GPU, 512 on a CPU")
     long_prefill_token_threshold: int = option(0, "most tokens of one request in a step; 0: no limit but the budget")
     max_num_partial_prefills: int = option(
         0, "most prompts beyond long_prefill_token_threshold computed at once, while shorter ones pass; 0: no limit"
@@ -85,16 +89,17 @@ class EngineConfig:
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))  # a list may be given
         object.__setattr__(self, "speculative_config", read_speculative_config(self.speculative_config))
         positive = ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "num_processes")
-        for name in positive + tuple(n for n in ("max_model_len", "num_blocks") if getattr(self, n) is not None):
-            if getattr(self, name) < 1:
+        for name in (*positive, "max_model_len", "num_blocks"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"{flag('block_size')} is {self.block_size}: it must be a power of two, such as 16 or 32")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(f"{flag('num_blocks')} is {self.num_blocks}: at least 2, as block 0 is the null block")
-        if not 0 < self.kv_memory_fraction <= 1:
+        if self.kv_memory_fraction is not None and not 0 < self.kv_memory_fraction <= 1:
             raise ConfigError(f"{flag('kv_memory_fraction')} is {self.kv_memory_fraction}: it must be in (0, 1]")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        budget, most_seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if budget is not None and most_seqs is not None and budget < most_seqs:
             raise ConfigError(
                 f"{flag('max_num_batched_tokens')} is {self.max_num_batched_tokens}, less than "
                 f"{flag('max_num_seqs')} {self.max_num_seqs}: raise it, or lower --max-num-seqs"
@@ -138,6 +143,26 @@ class EngineConfig:
     def max_drafts(self) -> int:
         """Most drafts of a request that a step checks."""
         return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
+
+    def sized(self, platform: str) -> "SizedConfig":
+        """With the sizes of a step settled as is best on a platform, as JAX names it; what is given holds."""
+        default = _STEP_SIZES["cpu" if platform == "cpu" else "gpu"]
+        most_seqs = self.max_num_seqs or min(default[0], self.max_num_batched_tokens or default[0])
+        budget = self.max_num_batched_tokens or max(default[1], most_seqs)
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return SizedConfig(**options | {"max_num_seqs": most_seqs, "max_num_batched_tokens": budget})
+
+
+_STEP_SIZES = {"cpu": (64, 512), "gpu": (256, 2048)}
+"""max_num_seqs and max_num_batched_tokens: a GPU reads its weights once a step, for however many rows and tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedConfig(EngineConfig):
+    """Options of an engine whose platform is known; see `EngineConfig.sized`."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
 
     @property
     def max_step_tokens(self) -> int:

@@ -66,15 +66,16 @@ class EngineCore:
         policy = load_policy(config.scheduling_policy)  # before the weights: a mistake is told at once
         checkpoint = open_for_serving(config.model, config.load_format)
         self.runner = Runner(config, checkpoint, progress)
+        sized = self.runner.blueprint.config
         scheduler = Scheduler(
             KVCacheManager(
                 self.runner.num_blocks,
                 self.runner.layout,
-                max_step_tokens=config.max_step_tokens,
+                max_step_tokens=sized.max_step_tokens,
                 enable_prefix_caching=config.enable_prefix_caching,
             ),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=sized.max_num_seqs,
+            max_num_batched_tokens=sized.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             max_num_partial_prefills=config.max_num_partial_prefills,
             policy=policy,
@@ -101,10 +102,10 @@ class EngineCore:
             eos_token_ids=self._eos_token_ids,
             num_blocks=self.runner.num_blocks,
             block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=sized.max_num_seqs,
             logits_processors=[processor.name for processor in self.runner.processors],
             max_beam_tokens=[
-                max_request_tokens(self.runner.layout, (self.runner.num_blocks - 1) // width, config.max_step_tokens)
+                max_request_tokens(self.runner.layout, (self.runner.num_blocks - 1) // width, sized.max_step_tokens)
                 for width in range(1, MAX_BEAM_WIDTH + 1)
             ],
             embedding_size=self.runner.model_config.hidden_size,

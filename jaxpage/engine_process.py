@@ -20,6 +20,7 @@ import zmq
 from jaxpage import wire
 from jaxpage.config import EngineConfig
 from jaxpage.errors import ConfigError, EngineDeadError, JaxpageError, ModelLoadError
+from jaxpage.gpu_memory import share_for_engine
 
 IDENTITY = b"engine"
 _SHUTDOWN_SECONDS = 5.0
@@ -74,11 +75,12 @@ class EngineProcess:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with huge pages for what the C library allocates: a large array costs a fault per 2 MiB and not per 4 KiB.
+    """Ours, with the share of GPUs that an engine takes, and with huge pages for what the C library allocates: a large
+    array costs a fault per 2 MiB and not per 4 KiB.
 
     What the user has set stands. https://www.gnu.org/software/libc/manual/html_node/Memory-Allocation-Tunables.html
     """
-    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | os.environ
+    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | share_for_engine(os.environ) | os.environ
 
 
 def envelope(message: wire.ToEngine) -> list[bytes]:

@@ -21,9 +21,9 @@ from jaxpage.runner.programs import environment
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
-_RESOLVED = ("dtype", "max_model_len", "num_blocks")
+_RESOLVED = ("dtype", "max_model_len", "num_blocks", "max_num_seqs", "max_num_batched_tokens")
 """Options that the engine settles where they are not given; with an artifact, its own."""
-_SIZES = ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size")
+_SIZES = ("block_size", "tensor_parallel_size")
 _OPTIONS = (*_RESOLVED, *_SIZES, "speculative_config")
 
 

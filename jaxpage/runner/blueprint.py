@@ -1,5 +1,6 @@
 """What an engine will have on its devices, settled before any of it is there: to serve, or to compile elsewhere."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpage.config import EngineConfig
-from jaxpage.errors import ModelLoadError
+from jaxpage.config import EngineConfig, SizedConfig
+from jaxpage.errors import ConfigError, ModelLoadError
 from jaxpage.kv_cache.spec import max_request_tokens, plan_layout
 from jaxpage.models.checkpoint import Checkpoint
 from jaxpage.models.config import ModelConfig, UnsupportedModelError
@@ -22,11 +23,21 @@ from jaxpage.models.registry import Model, resolve_model
 from jaxpage.ops.attention import KV_CACHE_SPEC, KVCache, logits_sharding
 from jaxpage.ops.kv_spec import KVLayout
 from jaxpage.runner.buckets import Bucket, make_buckets
+from jaxpage.runner.gpu_targets import share_of
 from jaxpage.runner.own_processors import OwnProcessor, load_processors
 from jaxpage.runner.plan import rules_layout
 from jaxpage.runner.program_config import ProgramConfig
 from jaxpage.runner.program_table import DeviceShapes
-from jaxpage.runner.resolve import resolve_dtype, resolve_max_model_len, resolve_num_blocks
+from jaxpage.runner.resolve import (
+    Memory,
+    block_bytes,
+    max_blocks,
+    program_bytes,
+    resolve_dtype,
+    resolve_max_model_len,
+    resolve_num_blocks,
+    resolve_sizes,
+)
 from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
 from jaxpage.sampling_params import MAX_BEAM_CANDIDATES, MAX_STOP_TOKEN_IDS
 
@@ -37,7 +48,7 @@ logger = logging.getLogger(__name__)
 class Blueprint:
     """One model on a mesh of devices, as its options say."""
 
-    config: EngineConfig
+    config: SizedConfig
     mesh: Mesh
     model: Model
     model_config: ModelConfig
@@ -101,6 +112,12 @@ class Blueprint:
             _placed(self.make_logits, logits_sharding(self.mesh, self.model_config.vocab_size)),
         )
 
+    @property
+    def kept_bytes(self) -> int:
+        """What weights, cache, batch and logits take of each device."""
+        shapes = self.shapes
+        return bytes_per_device((shapes.params, shapes.kv_cache, shapes.state, shapes.logits))
+
 
 def draw_blueprint(
     config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, free_bytes: Callable[[Mesh], int]
@@ -116,23 +133,50 @@ def draw_blueprint(
     processors = load_processors(config.logits_processors, model_config.vocab_size)
     model_config = divide_model(model_config, mesh.size)
     platform = mesh.devices.flat[0].platform
+    config = resolve_sizes(config, platform)
     dtype = resolve_dtype(config.dtype, platform)
     specs = model.param_specs(model_config)
     layout = plan_layout(model.kv_specs(model_config), config.block_size)
     wanted_len = resolve_max_model_len(config, model_config.max_position_embeddings)
-    num_blocks = config.num_blocks or resolve_num_blocks(
-        *(config, layout, dtype, wanted_len),
-        free_bytes(mesh) - bytes_per_device(param_shapes(specs, dtype, mesh)),
-        platform=platform,
-        num_devices=mesh.size,
-    )
+    it = Blueprint(config, mesh, model, model_config, dtype, specs, layout, 0, wanted_len, processors)
+    num_blocks = config.num_blocks or _num_blocks_for(it, free_bytes(mesh))
+    if num_blocks > max_blocks(layout):
+        raise ConfigError(
+            f"--num-blocks is {num_blocks}: of {config.block_size} tokens, there may be {max_blocks(layout)}"
+        )
     max_model_len = min(wanted_len, max_request_tokens(layout, num_blocks - 1, config.max_step_tokens))
     if max_model_len < wanted_len:
         logger.warning(
             "max_model_len lowered from %d to %d: %d blocks (%d tokens each) hold no more; raise --num-blocks",
             *(wanted_len, max_model_len, num_blocks - 1, config.block_size),
         )
-    return Blueprint(config, mesh, model, model_config, dtype, specs, layout, num_blocks, max_model_len, processors)
+    it = dataclasses.replace(it, num_blocks=num_blocks, max_model_len=max_model_len)
+    if config.num_blocks and platform != "cpu":
+        check_memory(it, free_bytes(mesh))
+    return it
+
+
+def _num_blocks_for(it: Blueprint, free: int) -> int:
+    """As many as `free` bytes of each device hold beside all else."""
+    config, num_devices, platform = it.config, it.mesh.size, it.mesh.devices.flat[0].platform
+    memory = Memory(free, bytes_per_device(param_shapes(it.specs, it.dtype, it.mesh)))
+    if platform != "cpu":
+        batch = bytes_per_device(_placed(it.make_state, it.replicated))
+        programs = program_bytes(config, it.model_config, it.layout, it.dtype, num_devices, batch)
+        logits = bytes_per_device(_placed(it.make_logits, logits_sharding(it.mesh, it.model_config.vocab_size)))
+        memory = dataclasses.replace(memory, batch=batch + logits, programs=programs, share=share_of(it.mesh))
+    of_a_block = block_bytes(it.layout, it.dtype, num_devices)
+    return resolve_num_blocks(config, it.layout, it.max_model_len, memory, of_a_block=of_a_block, platform=platform)
+
+
+def check_memory(it: Blueprint, free: int) -> None:
+    """Raises `ConfigError` where `free` bytes of each device do not hold weights, cache and batch."""
+    if it.kept_bytes > free:
+        raise ConfigError(
+            f"weights, KV cache and batch take {it.kept_bytes / 2**30:.1f} GiB of each device, and "
+            f"{it.mesh.devices.flat[0].device_kind} has {free / 2**30:.1f} GiB for them"
+            f"{(share := share_of(it.mesh)) and f' ({share})'}: raise --tensor-parallel-size or lower --num-blocks"
+        )
 
 
 def bytes_per_device(shapes: Any) -> int:

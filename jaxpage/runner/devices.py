@@ -51,7 +51,8 @@ def free_bytes(mesh: Mesh) -> int:
         stats = [device.memory_stats() for device in local]
         free = min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
     if jax.process_count() > 1:
-        free = int(multihost_utils.process_allgather(np.int64(free)).min())
+        # JAX has no 64-bit integers unless it is told to: bytes would wrap.
+        free = int(multihost_utils.process_allgather(np.int32(free >> 20)).min()) << 20
     return free
 
 

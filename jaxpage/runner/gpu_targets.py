@@ -14,11 +14,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from jaxpage.gpu_memory import POOL_SHARE, share_of_jax
 from jaxpage.ops.attention import HEADS_AXIS
 from jaxpage.ops.gemm_launch import GemmLaunch
-
-POOL_SHARE = 0.75
-"""Of a GPU's memory, what JAX takes unless it is told otherwise (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,23 @@ class GPUTarget:
 
     @property
     def pool_bytes(self) -> int:
-        """What weights, KV cache and scratch may take."""
+        """What weights, KV cache and scratch may take: JAX's share in an engine's process."""
         return int(POOL_SHARE * self.memory_bytes)
 
 
 TARGETS = {
+    "b200": GPUTarget(
+        name="NVIDIA B200",
+        compute_capability=10,
+        num_sms=148,
+        fpus_per_sm=128,
+        clock_ghz=1.965,
+        shared_bytes=233472,
+        l2_bytes=132120576,
+        memory_bytes=190_000_000_000,
+        bytes_per_second=8e12,
+        flops_per_second=2.25e15,
+    ),
     "h200": GPUTarget(
         name="NVIDIA H200",
         compute_capability=9,
@@ -111,6 +121,14 @@ def described_mesh(target: GPUTarget, num_devices: int) -> Mesh:
     )
     topology = topologies.get_topology_desc(name, "cuda", topology=name, target_config=description)
     return Mesh(np.array(topology.devices), (HEADS_AXIS,))
+
+
+def share_of(mesh: Mesh) -> str:
+    """What an engine has of the memory of each GPU, in words; nothing for CPUs."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return ""
+    return str(POOL_SHARE) if is_described(device) else share_of_jax()
 
 
 def compiler_options(device: jax.Device, launches: Sequence[GemmLaunch] = (), num_tokens: int = 0) -> dict[str, Any]:

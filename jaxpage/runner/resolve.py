@@ -1,19 +1,37 @@
 """Options that depend on the model or the device, resolved once; every choice is logged with its reason."""
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jaxpage.config import EngineConfig
+from jaxpage.config import MAX_STEPS_IN_FLIGHT, EngineConfig, SizedConfig
 from jaxpage.errors import ConfigError
 from jaxpage.kv_cache.spec import num_blocks_for
+from jaxpage.models.config import ModelConfig
 from jaxpage.ops.kv_spec import KVLayout
+from jaxpage.ops.launch import MAX_SEGMENTS
+from jaxpage.runner.scoring import NUM_SCORED_TOKENS
 
 logger = logging.getLogger(__name__)
 
 _CPU_KV_BYTES = 2**30
 """Most memory the KV cache takes on a CPU unless `num_blocks` says otherwise: other programs live there, too."""
+_CPU_KV_FRACTION = 0.5
+_MAX_SLOTS = 2**30
+"""Token positions in the pool: twice as many, keys and values, are counted in 32 bits."""
+
+
+def resolve_sizes(config: EngineConfig, platform: str) -> SizedConfig:
+    """The rows and tokens of a step."""
+    sized = config.sized(platform)
+    if None in (config.max_num_seqs, config.max_num_batched_tokens):
+        logger.info(
+            "max_num_seqs=%d, max_num_batched_tokens=%d (what is not given: default on %s)",
+            *(sized.max_num_seqs, sized.max_num_batched_tokens, platform),
+        )
+    return sized
 
 
 def resolve_dtype(dtype: str, platform: str) -> np.dtype[Any]:
@@ -34,36 +52,102 @@ def resolve_max_model_len(config: EngineConfig, longest: int) -> int:
     return config.max_model_len
 
 
+@dataclass(frozen=True)
+class Memory:
+    """What each device has for the KV cache, in bytes."""
+
+    free: int
+    weights: int
+    batch: int = 0
+    programs: int = 0
+    """See `program_bytes`."""
+    share: str = ""
+    """What `free` is of the device."""
+
+    @property
+    def left(self) -> int:
+        return self.free - self.weights - self.batch - self.programs
+
+    def __str__(self) -> str:
+        taken = {"weights": self.weights, "batch": self.batch, "programs": self.programs}
+        parts = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in taken.items() if size)
+        return f"{self.free / 2**30:.2f} GiB{self.share and f' ({self.share})'} but for {parts}"
+
+
+def block_bytes(layout: KVLayout, dtype: np.dtype[Any], num_devices: int) -> int:
+    """What a block takes of each device, in all layers."""
+    page = layout.groups[0]
+    return layout.num_buffers * page.block_size * page.spec.token_elements * dtype.itemsize // num_devices
+
+
 def resolve_num_blocks(
-    config: EngineConfig,
-    layout: KVLayout,
-    dtype: np.dtype[Any],
-    max_model_len: int,
-    free: int,
-    *,
-    platform: str,
-    num_devices: int,
+    config: SizedConfig, layout: KVLayout, max_model_len: int, memory: Memory, *, of_a_block: int, platform: str
 ) -> int:
     """Blocks in the pool, the null block included. Raises `ConfigError` when memory holds hardly any.
 
-    `free`: bytes that each of the devices has beside the weights.
+    of_a_block: bytes that each device holds of it.
     """
-    page = layout.groups[0]
-    block_bytes = layout.num_buffers * page.block_size * page.spec.token_elements * dtype.itemsize // num_devices
-    budget = config.kv_memory_fraction * free
+    fraction = config.kv_memory_fraction or (_CPU_KV_FRACTION if platform == "cpu" else 1.0)
+    budget = fraction * memory.left
     if platform == "cpu":
-        budget = min(budget, _CPU_KV_BYTES / num_devices)
+        budget = min(budget, _CPU_KV_BYTES / config.tensor_parallel_size)
     useful = config.max_num_seqs * num_blocks_for(layout, max_model_len, config.max_step_tokens) + 1
-    num_blocks = min(int(budget // block_bytes), useful)
+    num_blocks = min(int(budget // of_a_block), useful, max_blocks(layout))
     if num_blocks < 2:
         raise ConfigError(
-            f"{free / 2**30:.2f} GiB beside the weights do not hold two KV blocks of {block_bytes / 2**20:.1f} MiB: "
-            "raise --kv-memory-fraction or lower --block-size"
+            f"{memory} do not hold two KV blocks of {of_a_block / 2**20:.1f} MiB: raise --tensor-parallel-size or "
+            "--kv-memory-fraction, or lower --max-num-seqs, --max-num-batched-tokens or --block-size"
         )
     logger.info(
-        "num_blocks=%d (%.2f GiB in %d KV groups; %.2f of %.2f GiB beside the weights%s; no more is of use%s)",
-        *(num_blocks, num_blocks * block_bytes / 2**30, len(layout.groups)),
-        *(config.kv_memory_fraction, free / 2**30, " of each device" if num_devices > 1 else ""),
+        "num_blocks=%d (%.2f GiB in %d KV groups; %.2f of what each device has: %s; no more is of use%s)",
+        *(num_blocks, num_blocks * of_a_block / 2**30, len(layout.groups), fraction, memory),
         ", at most 1 GiB on a CPU" if platform == "cpu" else "",
     )
     return num_blocks
+
+
+def max_blocks(layout: KVLayout) -> int:
+    """Most blocks of a pool: positions in it are counted in 32 bits."""
+    return _MAX_SLOTS // max(group.block_size for group in layout.groups)
+
+
+def program_bytes(
+    config: SizedConfig, model: ModelConfig, layout: KVLayout, dtype: np.dtype[Any], num_devices: int, batch_bytes: int
+) -> int:
+    """What programs take of each GPU at most, beside what they are given: scratch, results, and what compiling takes.
+
+    A program's scratch is given back before the next begins, so that the largest counts.
+    """
+    logits = config.max_num_seqs * (1 + config.max_drafts) * model.vocab_size * 4
+    # XLA tries out matrix products when it compiles on a GPU, with operands of its own, a program or two at a time.
+    operand = max(model.vocab_size, 2 * model.intermediate_size) * model.hidden_size * dtype.itemsize // num_devices
+    scratch = scratch_bytes(config, model, layout, dtype, num_devices, batch_bytes)
+    return scratch + (MAX_STEPS_IN_FLIGHT + 1) * logits + 2 * operand + _SPARE_BYTES
+
+
+def scratch_bytes(
+    config: SizedConfig, model: ModelConfig, layout: KVLayout, dtype: np.dtype[Any], num_devices: int, batch_bytes: int
+) -> int:
+    """An upper bound of any program's scratch on each GPU, from shapes. batch_bytes: of the batch's state.
+
+    The pool's size is part of a program, and must be known before any is compiled. That compiled ones stay below is a
+    test: tests/kernel/test_program_memory.py.
+    """
+    tokens, rows, vocab = config.max_num_batched_tokens, config.max_num_seqs, model.vocab_size
+    logits = rows * (1 + config.max_drafts) * vocab * 4
+    divided = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim + 2 * model.intermediate_size
+    activations = tokens * (5 * model.hidden_size + divided // num_devices) * dtype.itemsize
+    # Of attention that is split over the KV, each part leaves a sum, its weight and its highest score.
+    parts = MAX_SEGMENTS * rows * (model.num_heads // num_devices) * (model.head_dim + 2) * 4
+    return max(
+        activations + parts,
+        (6 if config.logits_processors else 4) * logits + rows * _DRAW_BYTES,  # several devices gather them, too
+        2 * NUM_SCORED_TOKENS * vocab * 4,
+        rows * len(layout.groups) * block_bytes(layout, dtype, num_devices) + batch_bytes,  # a fork of every row
+    )
+
+
+_DRAW_BYTES = 2**18
+"""Of a row, whatever the vocabulary."""
+_SPARE_BYTES = 2**28
+"""Constants of programs, what the host sends and fetches, and what lies between two arrays."""

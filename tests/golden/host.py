@@ -32,7 +32,7 @@ def exchanged_host(
     At the end nothing may be left running.
     """
     core = core_of(llm)
-    config, runner, loop = llm.config, core.runner, core.loop
+    config, runner, loop = core.runner.blueprint.config, core.runner, core.loop
     max_step_tokens = config.max_step_tokens
     kv_cache = KVCacheManager(
         num_blocks or runner.num_blocks, runner.layout, max_step_tokens=max_step_tokens, enable_prefix_caching=caching

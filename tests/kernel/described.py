@@ -8,7 +8,7 @@ from typing import Any
 
 from described_machine import environment, environment_there
 
-A_LITTLE_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.01"}
+A_LITTLE_MEMORY = {"XLA_CLIENT_MEM_FRACTION": "0.01"}
 """Of each GPU's. JAX keeps tables about all that it takes, in the host's memory: 3 GiB for a whole H200."""
 
 Found = dict[str, Any]

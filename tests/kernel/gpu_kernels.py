@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from jaxpage.ops import attention_triton
 from jaxpage.ops.launch import GPU
-from jaxpage.ops.triton_call import BACKEND_OPTIONS
+from jaxpage.ops.triton_call import backend_options
 
 GPUS = (GPU(num_sms=108, compute_capability=80), GPU(num_sms=132, compute_capability=90))
 ASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
@@ -90,7 +90,7 @@ def compile_call(call: dict[str, Any]) -> dict[str, Any]:
     compiled = triton.compile(
         ASTSource(call["kernel"], signature, constants, attributes),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": call["num_warps"], "num_stages": call.get("num_stages", 3), **BACKEND_OPTIONS},
+        options={"num_warps": call["num_warps"], "num_stages": call.get("num_stages", 3), **backend_options(arch)},
     )
     ptx = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:

@@ -15,6 +15,7 @@ import tiny
 from described import A_LITTLE_MEMORY, Found, compile_artifact, run_engine
 from described_machine import WITHOUT_TUNING, build_libraries, why_not
 
+from jaxpage.gpu_memory import POOL_SHARE
 from jaxpage.runner.gpu_targets import TARGETS, GPUTarget
 
 SHAPES = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
@@ -78,10 +79,10 @@ def run(
 ) -> Found:
     """What `described_engine.py` prints where these libraries are CUDA's.
 
-    options: the engine's; variables: of the environment.
+    options: the engine's; variables: of the environment. JAX takes an engine's share of each GPU's memory by default.
     """
     options = {"tensor_parallel_size": num_gpus} | options
-    return run_engine(libraries, options, kinds, **variables)
+    return run_engine(libraries, options, kinds, **{"XLA_CLIENT_MEM_FRACTION": str(POOL_SHARE)} | variables)
 
 
 def from_artifact(model: Path, programs: Path) -> dict[str, Any]:

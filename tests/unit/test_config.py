@@ -14,9 +14,9 @@ ENGINE_ACCEPTED: list[tuple[str, list[Any]]] = [
     ("max_model_len", [None, 1, 8192]),
     ("block_size", [1, 2, 16, 256]),
     ("num_blocks", [None, 2, 100_000]),
-    ("kv_memory_fraction", [0.001, 0.9, 1, 1.0]),
-    ("max_num_seqs", [1, 512]),
-    ("max_num_batched_tokens", [64, 65_536]),
+    ("kv_memory_fraction", [None, 0.001, 0.9, 1, 1.0]),
+    ("max_num_seqs", [None, 1, 512]),
+    ("max_num_batched_tokens", [None, 1, 64, 65_536]),
     ("long_prefill_token_threshold", [0, 1, 400]),
     ("max_num_partial_prefills", [0]),
     ("scheduling_policy", ["fcfs", "priority", "package.module:Class"]),
@@ -63,7 +63,7 @@ def test_a_step_must_have_a_token_for_every_request() -> None:
 
 
 def test_a_limit_of_long_prompts_needs_to_know_what_is_long() -> None:
-    config = EngineConfig(max_num_partial_prefills=2, long_prefill_token_threshold=64)
+    config = EngineConfig(max_num_partial_prefills=2, long_prefill_token_threshold=64).sized("cpu")
     assert (config.max_num_partial_prefills, config.max_step_tokens) == (2, 64)
     with pytest.raises(ConfigError, match="set --long-prefill-token-threshold, too"):
         EngineConfig(max_num_partial_prefills=1)
@@ -71,7 +71,7 @@ def test_a_limit_of_long_prompts_needs_to_know_what_is_long() -> None:
 
 @pytest.mark.parametrize(("threshold", "most"), [(0, 128), (1, 1), (127, 127), (128, 128), (500, 128)])
 def test_a_request_gets_no_more_of_a_step_than_threshold_and_budget_allow(threshold: int, most: int) -> None:
-    config = EngineConfig(max_num_batched_tokens=128, long_prefill_token_threshold=threshold)
+    config = EngineConfig(max_num_batched_tokens=128, long_prefill_token_threshold=threshold).sized("cpu")
     assert config.max_step_tokens == most
 
 

@@ -146,6 +146,6 @@ def test_what_is_wrong_with_a_speculative_config_is_named(given: object, message
 
 
 def test_windows_have_room_for_the_drafts_of_all_steps_in_flight() -> None:
-    assert EngineConfig(long_prefill_token_threshold=4).max_step_tokens == 4
+    assert EngineConfig(long_prefill_token_threshold=4).sized("cpu").max_step_tokens == 4
     config = EngineConfig(long_prefill_token_threshold=4, speculative_config=GIVEN)  # type: ignore[arg-type]
-    assert config.max_step_tokens == 1 + 2 * 5
+    assert config.sized("cpu").max_step_tokens == 1 + 2 * 5
