@@ -110,11 +110,25 @@ def described_mesh(target: GPUTarget, num_devices: int) -> Mesh:
     return Mesh(np.array(topology.devices), (HEADS_AXIS,))
 
 
+_IN_GRAPHS = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "COLLECTIVES")
+"""What XLA puts into CUDA graphs: what it does by itself (jax 0.11.2), and collectives."""
+_OF_GRAPHS = {
+    # Without collectives in it, a step over several GPUs is cut in two at each of them: 139 launches for 32 layers, and
+    # 2 with them. NCCL is captured anew in every step, as XLA wants all devices to do that together.
+    "xla_gpu_enable_command_buffer": ",".join(_IN_GRAPHS),
+    # Where there is NVLink, XLA has kernels of its own for small sums, which it cannot put into graphs (jax 0.11.2).
+    "xla_gpu_experimental_use_collective_kernels": "",
+}
+"""For GPUs here as for those that are described."""
+
+
 def compiler_options(device: jax.Device) -> dict[str, Any] | None:
-    """What XLA is told beside its flags when it compiles for a device; nothing for one that is here."""
-    if device.client.runtime_type != "compile_only_runtime":
+    """What XLA is told beside its flags when it compiles for a device; None for a CPU."""
+    if device.platform == "cpu":
         return None
-    return {
+    if device.client.runtime_type != "compile_only_runtime":
+        return dict(_OF_GRAPHS)
+    return _OF_GRAPHS | {
         # It would compile every fusion once more to time it, and there is nothing to time it on.
         "xla_gpu_experimental_enable_fusion_autotuner": False,
         "xla_gpu_cuda_data_dir": _toolkit().name,
