@@ -37,8 +37,7 @@ class StepTable:
         """Bring the places up to the next step."""
         last_rows, last_lens, last_places = self._last
         if output.rows == last_rows and output.query_lens == last_lens:
-            addresses, blocks = self._block_edits(output)
-            return StepEdits(np.stack([addresses, blocks]), last_places)
+            return StepEdits(np.stack(self._block_edits(output)), last_places)
         num_rows, count = len(self._rows), len(output.rows)
         scheduled = np.array(output.rows, np.int32)
         len_of_row = np.zeros(num_rows, np.int32)
@@ -75,7 +74,7 @@ class StepTable:
         """Where the block tables change, and to which blocks. Each [n]."""
         if not output.new_blocks:
             return _NOTHING, _NOTHING
-        row, group, index, block_id = np.array(output.new_blocks, np.int32).T
+        row, group, index, block_id = np.array(output.new_blocks, np.int32).reshape(-1, 4).T
         return (group * len(self._rows) + row) * self._table_width + index, block_id
 
     def first_tokens(self, places: Ints) -> Ints:
