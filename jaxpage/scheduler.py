@@ -8,6 +8,7 @@ scheduled before the tokens of the last one are known: they are in flight, and c
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
@@ -58,6 +59,7 @@ class PooledStates:
     total: np.ndarray  # [embed] float32
 
 
+_DRAW_OF = attrgetter("draw")
 PromptPiece = PromptLogprobs | PooledStates
 """What a step gives a request of its prompt."""
 
@@ -90,12 +92,12 @@ class SchedulerOutput:
     @property
     def draw(self) -> Draw:
         """What it takes to draw for all of the scheduled requests."""
-        return max((request.draw for request in self.requests), default=Draw.GREEDY)
+        return max(map(_DRAW_OF, self.requests), default=Draw.GREEDY)
 
     @property
     def wants_logprobs(self) -> bool:
         """Whether any of the scheduled requests asks for log-probabilities."""
-        return any(request.num_logprobs >= 0 for request in self.requests)
+        return self.draw is Draw.ANY and any(request.num_logprobs >= 0 for request in self.requests)
 
 
 class Scheduler:

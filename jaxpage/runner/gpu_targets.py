@@ -131,15 +131,29 @@ def share_of(mesh: Mesh) -> str:
     return str(POOL_SHARE) if is_described(device) else share_of_jax()
 
 
+_IN_GRAPHS = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "COLLECTIVES")
+"""What XLA puts into CUDA graphs: what it does by itself (jax 0.11.2), and collectives."""
+_OF_GRAPHS = {
+    # Without collectives in it, a step over several GPUs is cut in two at each of them: 139 launches for 32 layers, and
+    # 2 with them. NCCL is captured anew in every step, as XLA wants all devices to do that together.
+    "xla_gpu_enable_command_buffer": ",".join(_IN_GRAPHS),
+    # Where there is NVLink, XLA has kernels of its own for small sums, which it cannot put into graphs (jax 0.11.2).
+    "xla_gpu_experimental_use_collective_kernels": "",
+}
+"""For GPUs here as for those that are described."""
+
+
 def compiler_options(device: jax.Device, launches: Sequence[GemmLaunch] = (), num_tokens: int = 0) -> dict[str, Any]:
     """What XLA is told beside its flags when it compiles for a device.
 
     launches: how to cut the program's matrix products, which have `num_tokens` rows; best first. Only a device that is
     not here needs to be told: on one that is, XLA times what there is to choose from.
     """
-    if not is_described(device):
+    if device.platform == "cpu":
         return {}
-    options: dict[str, Any] = {
+    if not is_described(device):
+        return dict(_OF_GRAPHS)
+    options: dict[str, Any] = _OF_GRAPHS | {
         # It would compile every fusion once more to time it, and there is nothing to time it on.
         "xla_gpu_experimental_enable_fusion_autotuner": False,
         "xla_gpu_cuda_data_dir": _toolkit().name,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from jaxpage.scheduler import PromptPiece, SchedulerOutput
 from jaxpage.wire import TokenLogprobs
 
 logger = logging.getLogger(__name__)
+
+_WANTS_SCORES, _POOLING = attrgetter("wants_scores"), attrgetter("pooling")
 
 
 @dataclass(frozen=True)
@@ -219,12 +222,13 @@ class Runner:
         while edits.shape[1] > NUM_EDITS:
             edits, ahead = edits[:, programs.edit_capacity :], edits[:, : programs.edit_capacity]
             run("edit", pack_edits(ahead, programs.edit_capacity))
+        requests, wants_logprobs = output.requests, output.wants_logprobs
         bucket = programs.bucket(output.num_tokens, len(output.rows), max(output.query_lens))
         packed = pack_edits(edits, NUM_EDITS) if edits.size else NO_EDITS
         result = run("step", packed, (*dataclasses.astuple(bucket), output.draw))
-        _send_back(result, output.wants_logprobs)
+        _send_back(result, wants_logprobs)
         scores = None
-        if any(request.wants_scores for request in output.requests):
+        if any(map(_WANTS_SCORES, requests)):
             scores = dispatch_scores(
                 output,
                 self._table.first_tokens(places),
@@ -232,9 +236,9 @@ class Runner:
                 score_rows=partial(run, "score_rows"),
             )
         pools = None
-        if any(request.pooling is not None for request in output.requests):
+        if any(map(_POOLING, requests)):
             pools = dispatch_pools(output, self._table.first_tokens(places), partial(run, "pool"))
-        return DispatchedStep(result, bucket.num_rows, places, output.requests, output.wants_logprobs, scores, pools)
+        return DispatchedStep(result, bucket.num_rows, places, requests, wants_logprobs, scores, pools)
 
     def draw_again(self, step: DispatchedStep, masks: dict[int, np.ndarray | None]) -> DispatchedStep:
         """Draw again for some requests of the newest step, each by its mask, or undo the draw without one.

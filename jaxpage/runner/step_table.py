@@ -11,6 +11,7 @@ import numpy as np
 from jaxpage.scheduler import SchedulerOutput
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+_NOTHING: Ints = np.zeros(0, np.int32)
 
 
 class StepEdits(NamedTuple):
@@ -29,9 +30,14 @@ class StepTable:
         self._rows = np.zeros(num_rows, np.int32)
         self._query_lens = np.zeros(num_rows, np.int32)
         self._num_places = 0
+        self._last: tuple[list[int], list[int], Ints] = [], [], np.zeros(0, np.int32)
+        """The last step's rows, their query lengths and their places."""
 
     def advance(self, output: SchedulerOutput) -> StepEdits:
         """Bring the places up to the next step."""
+        last_rows, last_lens, last_places = self._last
+        if output.rows == last_rows and output.query_lens == last_lens:
+            return StepEdits(np.stack(self._block_edits(output)), last_places)
         num_rows, count = len(self._rows), len(output.rows)
         scheduled = np.array(output.rows, np.int32)
         len_of_row = np.zeros(num_rows, np.int32)
@@ -49,18 +55,27 @@ class StepTable:
 
         changed_rows = np.flatnonzero(rows != self._rows)
         changed_lens = np.flatnonzero(query_lens != self._query_lens)
-        row, group, index, block_id = np.array(output.new_blocks, np.int32).reshape(-1, 4).T
+        table_addresses, blocks = self._block_edits(output)
         addresses = (
-            (group * num_rows + row) * self._table_width + index,
+            table_addresses,
             self._places_address + changed_rows,
             self._places_address + num_rows + changed_lens,
         )
-        values = (block_id, rows[changed_rows], query_lens[changed_lens])
+        values = (blocks, rows[changed_rows], query_lens[changed_lens])
         edits = np.stack([np.concatenate(addresses), np.concatenate(values)]).astype(np.int32)
         self._rows, self._query_lens, self._num_places = rows, query_lens, count
         place_of_row = len_of_row  # its old content is used up
         place_of_row[rows[:count]] = np.arange(count)
-        return StepEdits(edits, place_of_row[scheduled])
+        places = place_of_row[scheduled]
+        self._last = output.rows, output.query_lens, places
+        return StepEdits(edits, places)
+
+    def _block_edits(self, output: SchedulerOutput) -> tuple[Ints, Ints]:
+        """Where the block tables change, and to which blocks. Each [n]."""
+        if not output.new_blocks:
+            return _NOTHING, _NOTHING
+        row, group, index, block_id = np.array(output.new_blocks, np.int32).reshape(-1, 4).T
+        return (group * len(self._rows) + row) * self._table_width + index, block_id
 
     def first_tokens(self, places: Ints) -> Ints:
         """Where the tokens of these places begin among those of the last step."""

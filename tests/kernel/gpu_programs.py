@@ -83,7 +83,12 @@ def describe_step(it: Blueprint, bucket: Bucket) -> dict[str, Any]:
     program = step.compile_step(it.program_config, bucket, *arguments)
     text = program.as_text()
     launches = [line for line in entry_of(text).splitlines() if re.search(r" (?:fusion|custom-call|copy)\(", line)]
-    return describe_with_cache(it, program) | {
+    described = describe_with_cache(it, program)
+    _, _, _, logits, _ = arguments
+    shape = rf"f32\[{logits.shape[0]},{logits.sharding.shard_shape(logits.shape)[1]}\]"
+    return described | {
+        "num_donated": described["num_donated"] + 1,
+        "logits_copies": len(re.findall(rf"= {shape}\S* copy(?:-start)?\(", text)),
         "launches_per_layer": sum("jit(layer)" in line for line in launches) / NUM_LAYERS,
         "makers_of_kv": sorted(set(re.findall(rf"= {KV_SHAPE}\S* ([a-z\-]+)\(", text))),
     }

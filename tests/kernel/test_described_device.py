@@ -252,3 +252,22 @@ def test_a_steady_step_leaves_its_graphs_as_they_are(deep: Found, request_name: 
         assert step["copies_in"] == 0
     # One is counted when the devices come to it, which may be a step later.
     assert sum(step["copies_out"] for step in steady(deep, request_name)) <= len(steady(deep, request_name)) + 1
+
+
+@pytest.fixture(scope="module")
+def deep_pair(h200: Path, deep_model: Path, artifact: Callable[[Path, int], Path]) -> Found:
+    """The same on two GPUs."""
+    return run(h200, deep_model, artifact(deep_model, 2), 2, ("greedy",), A_LITTLE_MEMORY)
+
+
+@pytest.mark.parametrize("request_name", ["first", "later", "lagging"])
+def test_collectives_are_part_of_the_graphs(deep_pair: Found, request_name: str) -> None:
+    """Two launches for each GPU. What NCCL asks for is captured anew in every step, as XLA wants it: a child graph for
+    each of them is replaced."""
+    num_gpus = len(deep_pair["devices"])
+    for step in steady(deep_pair, request_name):
+        assert (step["launches"], step["graphs"], step["waits"], step["graphs_made"]) == (0, 2 * num_gpus, 0, 0)
+        assert step["collectives"] == num_gpus * (2 * MANY_LAYERS + 1 + 2)
+        assert step["child_updates"] <= step["collectives"]
+        assert step["kernel_updates"] + step["copy_updates"] + step["fill_updates"] <= 4 * num_gpus
+        assert step["copies_in"] == 0

@@ -95,6 +95,7 @@ def test_state_and_cache_are_updated_in_place(
     for name, program in (steps | forks).items():
         assert program["kv_copies"] == 0, name
     for name, program in steps.items():
+        assert program["logits_copies"] == 0, name
         # An array of the cache's size is an argument, or a kernel's result that is aliased with one.
         assert program["makers_of_kv"] == ["get-tuple-element", "parameter"], name
 

@@ -153,6 +153,18 @@ CUresult cuGraphNodeGetType(CUgraphNode node, CUgraphNodeType *type) {
     }
     return CUDA_SUCCESS;
 }
+CUresult cuGraphKernelNodeSetAttribute(
+    CUgraphNode node, CUkernelNodeAttrID attribute, const CUkernelNodeAttrValue *value
+) {
+    return CUDA_SUCCESS;
+}
+CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode *nodes, size_t *number) {
+    size_t room = nodes ? *number : 0, found = 0;
+    for (CUgraphNode node = graph->first; node; node = node->next, found++)
+        if (found < room) nodes[found] = node;
+    if (!nodes || found < room) *number = found;
+    return CUDA_SUCCESS;
+}
 CUresult cuGraphGetRootNodes(CUgraph graph, CUgraphNode *nodes, size_t *number) {
     if (nodes && *number) nodes[0] = graph->first;
     *number = graph->first != NULL;
