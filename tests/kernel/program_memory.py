@@ -18,9 +18,9 @@ from jaxpage.request import Draw
 from jaxpage.runner import step
 from jaxpage.runner.blueprint import Blueprint, bytes_per_device
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.plan import NUM_EDITS, empty_forks, pack_edits
+from jaxpage.runner.plan import empty_forks
 from jaxpage.runner.program_facts import facts_of
-from jaxpage.runner.program_table import draw_arguments
+from jaxpage.runner.program_table import draw_arguments, step_arguments
 from jaxpage.runner.resolve import program_bytes, scratch_bytes
 from jaxpage.runner.scoring import NUM_SCORED_TOKENS
 
@@ -54,7 +54,6 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 def largest_programs(it: Blueprint) -> Iterator[tuple[str, Any]]:
     """Those that could take the most, each by a name and what compiles it."""
     params, kv_cache, state = it.shapes.params, it.shapes.kv_cache, it.shapes.state
-    edits = pack_edits(np.zeros((2, 0), np.int32), NUM_EDITS)
     num_rows, num_draws = it.config.max_num_seqs, 1 + it.config.max_drafts
     buckets = {max(it.buckets), max(bucket for bucket in it.buckets if bucket.max_query_len == 1)}
     if num_draws > 1:
@@ -62,8 +61,13 @@ def largest_programs(it: Blueprint) -> Iterator[tuple[str, Any]]:
     assert buckets <= set(it.buckets)
     for bucket in buckets:
         name = f"step of {bucket.num_tokens} tokens, {bucket.num_rows} rows"
-        yield name, partial(step.compile_step, it.program_config, bucket, params, kv_cache, state, edits)
-    for kind in (Draw.RANDOM, Draw.ANY):
+        yield (
+            name,
+            partial(
+                step.compile_step, it.program_config, bucket, *step_arguments(it.shapes, it.program_config, bucket)
+            ),
+        )
+    for kind in (Draw.FILTERED, Draw.ANY):
         arguments = draw_arguments(it.shapes, it.program_config, num_rows, num_draws, kind)
         yield f"draw {kind.name}", partial(step.compile_draw, it.program_config, kind, num_draws, *arguments)
     yield "fork", partial(step.compile_fork, kv_cache, state, empty_forks(num_rows, len(it.layout.groups)))

@@ -257,7 +257,7 @@ def test_a_steady_step_leaves_its_graphs_as_they_are(deep: Found, request_name: 
 @pytest.fixture(scope="module")
 def deep_pair(h200: Path, deep_model: Path, artifact: Callable[[Path, int], Path]) -> Found:
     """The same on two GPUs."""
-    return run(h200, deep_model, artifact(deep_model, 2), 2, ("greedy",), A_LITTLE_MEMORY)
+    return run(h200, from_artifact(deep_model, artifact(deep_model, 2)), 2, ("greedy",), **A_LITTLE_MEMORY)
 
 
 @pytest.mark.parametrize("request_name", ["first", "later", "lagging"])
