@@ -282,6 +282,10 @@ class EngineCore:
             outputs += self.loop.drain() if self._stands_still else self.loop.step()
         return outputs + self._look_at_constraints() if self._constrained else outputs
 
+    def use_quiet_moment(self) -> bool:
+        """Do what is better done while there is no work. Returns whether there may be more of that a little later."""
+        return not self.loop.has_steps_in_flight and self.runner.use_quiet_moment()
+
     def _look_at_constraints(self) -> list[TokenOutput | BeamOutput]:
         """End requests whose grammar cannot go on. If nobody but grammars has anything to do, wait for one a while."""
         self._constrained = [request for request in self._constrained if not request.is_finished]

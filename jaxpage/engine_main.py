@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_QUIET_MILLISECONDS = 500
+"""How often an idle engine looks for programs that have become ready."""
+
 
 def main(requests: str, outputs: str, options: str) -> int:
     """The engine process, until it fails. Returns its exit code."""
@@ -65,6 +68,9 @@ def _serve(config: EngineConfig, inbox: "zmq.Socket[bytes]", outbox: "zmq.Socket
     while True:
         changed = False
         outputs: list[wire.TokenOutput | wire.BeamOutput] = []
+        if not core.has_work:
+            while core.use_quiet_moment() and not inbox.poll(_QUIET_MILLISECONDS):
+                pass
         for message in _received(inbox, wait=not core.has_work):
             match message:
                 case wire.AddRequest():

@@ -96,6 +96,7 @@ class ProgramTable:
         # A GPU has a program of its own for greedy steps: the one that draws at random leaves nothing out there.
         is_cpu = _mesh_of(shapes).devices.flat[0].platform == "cpu"
         self._kinds = (Draw.FILTERED,) if is_cpu else (Draw.GREEDY, Draw.RANDOM, Draw.FILTERED)
+        self._num_rehearsed = 0
         self._closing = threading.Event()
         self._may_go_on = threading.Event()
         self._background: threading.Thread | None = None
@@ -113,6 +114,22 @@ class ProgramTable:
         """Programs that there will be."""
         num_draws = len(self._draw_shapes) * (len(self._kinds) + 1)
         return len(_SMALL) + len(self._makers) + len(self._capacities) + len(self._buckets) + num_draws
+
+    @property
+    def has_unrehearsed(self) -> bool:
+        """Whether programs have become ready since the last `rehearsal`."""
+        return self._num_ready > self._num_rehearsed
+
+    @property
+    def _num_ready(self) -> int:
+        """Programs that a `rehearsal` runs."""
+        later = sum(program.done() for program in (*self._small.values(), *self._draw_any.values()))
+        return len(self._admit) + len(self._steps) + len(self._draws) + later
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no more will become ready."""
+        return self._background is None or not self._background.is_alive()
 
     @property
     def token_budget(self) -> int:
@@ -212,6 +229,7 @@ class ProgramTable:
 
         In a batch whose last step had no rows, it changes nothing but what `BatchState.hidden` holds.
         """
+        self._num_rehearsed = self._num_ready
         for capacity in tuple(self._admit):
             yield "admit", self._no_admission(capacity), (capacity,)
         drawn: set[_DrawShape] = set()

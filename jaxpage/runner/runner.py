@@ -140,14 +140,37 @@ class Runner:
         if self._rehearses and not isinstance(self._others, Leader):
             self._rehearse()
 
-    def _rehearse(self) -> None:
-        """Run every program that is ready, in every process, with nothing in it, and wait for all.
+    def use_quiet_moment(self) -> bool:
+        """Run on a GPU what has become ready while it served, with nothing in it; nothing may be in flight.
 
-        A GPU takes a program's code, and what its collectives need, only when it runs for the first time: the first
-        requests would wait for that. What cannot run is told before anything is served.
+        XLA drops all CUDA graphs whenever a program is made. Those are made again here, and the code of new programs is
+        loaded, which the next requests would have to wait for. Returns whether there may be more of that later.
+        """
+        if not self._rehearses or self.is_sleeping or isinstance(self._others, Leader):
+            return False
+        is_complete = self._programs.is_complete
+        if self._programs.has_unrehearsed:
+            self._clear_places()
+            self._rehearse()
+        return not is_complete
+
+    def _clear_places(self) -> None:
+        """Let the next step have no rows."""
+        edits, _ = self._table.advance(SchedulerOutput([], [], [], [], [], [], []))
+        capacity = self._programs.edit_capacity
+        for first in range(0, edits.shape[1], capacity):
+            self._run("edit", pack_edits(edits[:, first : first + capacity], capacity))
+
+    def _rehearse(self) -> None:
+        """Run every program that is ready twice, in every process, with nothing in it, and wait for all.
+
+        A GPU takes a program's code, and what its collectives need, only when it runs for the first time, and XLA makes
+        its CUDA graph the second time: the first requests would wait for that. What cannot run is told before anything
+        is served.
         """
         started = time.perf_counter()
-        given = [self._run(*launch) for launch in self._programs.rehearsal()]
+        launches = list(self._programs.rehearsal())
+        given = [self._run(*launch) for launch in (*launches, *launches)]
         jax.block_until_ready((given, self._batch.state))
         seconds = time.perf_counter() - started
         logger.info("%d runs of programs with nothing in them took %.1f s", len(given), seconds)

@@ -38,6 +38,8 @@ PARAMS: dict[str, dict[str, Any]] = {
     "forked": {"n": 2},
 }
 """Of each kind of request: every way to draw, and two sequences of a prompt."""
+ARRIVING = "arriving"
+"""Greedy requests, while programs become ready."""
 
 
 class Driver:
@@ -107,6 +109,33 @@ def decode(core: EngineCore, driver: Driver, params: dict[str, Any]) -> dict[str
     return found
 
 
+def arrive(core: EngineCore, driver: Driver) -> dict[str, Any]:
+    """A program becomes ready while a request decodes, and once more while the engine is idle: what steps then ask."""
+    programs = core.runner._programs
+    bucket = min(bucket for bucket in programs._steps if bucket.max_query_len > 1)
+
+    def load_again() -> None:
+        del programs._steps[bucket]
+        programs._num_rehearsed -= 1
+        programs._compile_step(bucket)
+
+    found = {}
+    for name in ("busy", "idle"):
+        if name == "idle":
+            load_again()
+            core.use_quiet_moment()
+        steps, options = Steps(core, driver), SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0.0)
+        core.add(AddRequest(name, [5, 6, 7], options, 0, MAX_TOKENS))
+        taken = [steps.take() for _ in range(4)]
+        if name == "busy":
+            load_again()
+        taken += [steps.take() for _ in range(4)]
+        while core.has_work:
+            steps.take()
+        found[name] = {"steps": taken, "num_tokens": len(steps.tokens)}
+    return found
+
+
 def see_devices() -> None:
     """JAX looks for device files before it asks a driver."""
     hardware_utils.has_visible_nvidia_gpu = lambda: True
@@ -135,7 +164,8 @@ def main(options: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
         "traces": dict(trace_counts),
         "ready": driver.counts(),
     }
-    return found | {kind: decode(core, driver, PARAMS[kind]) for kind in kinds}
+    found |= {kind: decode(core, driver, PARAMS[kind]) for kind in kinds if kind != ARRIVING}
+    return found | ({ARRIVING: arrive(core, driver)} if ARRIVING in kinds else {})
 
 
 if __name__ == "__main__":

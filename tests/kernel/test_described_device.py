@@ -232,7 +232,7 @@ def test_devices_exchange_two_sums_per_layer(pair: Found) -> None:
 @pytest.fixture(scope="module")
 def deep(h200: Path, deep_model: Path, artifact: Callable[[Path, int], Path]) -> Found:
     """What came of greedy requests to a model of as many layers as a large one has."""
-    return run(h200, from_artifact(deep_model, artifact(deep_model, 1)), 1, ("greedy",), **A_LITTLE_MEMORY)
+    return run(h200, from_artifact(deep_model, artifact(deep_model, 1)), 1, ("greedy", "arriving"), **A_LITTLE_MEMORY)
 
 
 def steady(found: Found, request: str) -> list[dict[str, int]]:
@@ -252,6 +252,22 @@ def test_a_steady_step_leaves_its_graphs_as_they_are(deep: Found, request_name: 
         assert step["copies_in"] == 0
     # One is counted when the devices come to it, which may be a step later.
     assert sum(step["copies_out"] for step in steady(deep, request_name)) <= len(steady(deep, request_name)) + 1
+
+
+def test_a_program_that_becomes_ready_costs_one_step_its_graphs(deep: Found) -> None:
+    """XLA throws all graphs away when a program is loaded. Those that serve are made again once, and no others: the
+    draw's at once, the step's when it has run without."""
+    steps = deep["arriving"]["busy"]["steps"]
+    assert [step["graphs_made"] for step in steps] == [0, 0, 0, 0, 1, 1, 0, 0]
+    assert [step["launches"] > 0 for step in steps] == [False] * 4 + [True] + [False] * 3
+
+
+def test_a_quiet_moment_leaves_requests_nothing_of_a_new_program_to_wait_for(deep: Found) -> None:
+    idle = deep["arriving"]["idle"]
+    assert [step["graphs_made"] for step in idle["steps"]] == [0] * 8
+    assert [step["modules"] for step in idle["steps"]] == [0] * 8
+    check_that_no_step_waits({"steps": [*idle["steps"], idle["steps"][-1]]})
+    assert idle["num_tokens"] == 16
 
 
 @pytest.fixture(scope="module")

@@ -410,3 +410,23 @@ def test_damaged_programs_are_compiled_again_with_a_warning(
     # They were written anew.
     third = make_engine(folder, compile_cache_dir=str(programs)).stats()
     assert third["num_programs_loaded"] == third["num_programs"]
+
+
+def test_what_runs_in_a_quiet_moment_changes_nothing(folder: Path, varied_alone: Tokens) -> None:
+    """Programs that became ready run with nothing in them, after a step that had rows: KV that prompts share stays."""
+    engine = make_engine(folder)
+    runner = engine.runner
+    assert not engine.use_quiet_moment()
+    serve(engine, varied()[:6])
+    while engine.has_work:
+        engine.step()
+    runner._rehearses = True  # as on a GPU
+    batch = runner._batch
+    before = [np.asarray(buffer) for buffer in batch._kv_cache.buffers], np.asarray(batch.state.token_ids)
+    assert runner._programs.has_unrehearsed
+    assert not engine.use_quiet_moment()  # all programs are there
+    assert not runner._programs.has_unrehearsed
+    after = [np.asarray(buffer) for buffer in batch._kv_cache.buffers], np.asarray(batch.state.token_ids)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    tokens, _ = serve(engine, varied())
+    assert tokens == varied_alone
