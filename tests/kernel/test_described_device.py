@@ -144,6 +144,21 @@ def test_another_gpu_refuses_an_artifact_by_name(
     assert "compiled for devices '1 x NVIDIA H200', and here is '1 x NVIDIA A100-SXM4-80GB'" in refused
 
 
+def test_an_artifact_is_machine_code_and_needs_no_assembler(
+    single: tuple[Path, Found], h200: Path, model: Path, tmp_path: Path
+) -> None:
+    """What Triton wrote in PTX is in it as well, and is spoilt here: nothing reads it where the artifact is loaded."""
+    spoilt = 0
+    for file in single[0].iterdir():
+        data = file.read_bytes()
+        spoilt += data.count(b".version 8")
+        (tmp_path / file.name).write_bytes(data.replace(b".version 8", b".verzion 8"))
+    assert spoilt > 0
+    found = run(h200, from_artifact(model, tmp_path), kinds=("greedy",), **A_LITTLE_MEMORY)
+    check_that_all_is_loaded(found)
+    assert found["greedy"]["later"]["num_tokens"] == 16
+
+
 def check_that_no_step_waits(decoded: Found) -> None:
     assert [step["waits"] for step in decoded["steps"]] == [0] * 9
 
