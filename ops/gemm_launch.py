@@ -3,13 +3,18 @@
 XLA times every product's tiles on the device that it compiles for, and where there is none takes the first of its list,
 which is the worst. So a program that is compiled elsewhere is told which tiles to take: one choice for all products, as
 nearly all of them have the step's tokens as rows. What the numbers rest on is stated beside them, and `jaxpage bench
-roofline` says what a model makes of them; none of it has been measured on a card.
+roofline` says what a model makes of them; none of it has been measured on a card. `scripts/tune_gemms` asks XLA on one,
+and what it answers goes first.
 """
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
-from jaxpage.ops.launch import GPU, next_power_of_two
+from jaxpage.ops.launch import GPU, TUNED, next_power_of_two
 
 _SWAPPED_BELOW = 64
 """With fewer rows XLA swaps the operands, so that weights are the rows of the product (JAX 0.11.2)."""
@@ -42,12 +47,29 @@ class GemmLaunch:
         )
 
 
-def choose_gemms(num_tokens: int, columns: int, item_bytes: int, gpu: GPU) -> list[GemmLaunch]:
+TunedGemms = Mapping[int, GemmLaunch]
+"""By the tokens of a step, rounded up to a power of two."""
+
+
+@cache
+def tuned_gemms(gpu: GPU, folder: Path = TUNED) -> TunedGemms:
+    """What XLA found to be fastest on such a GPU (`scripts/tune_gemms`); nothing where it was never asked."""
+    file = folder / f"gemms_{gpu.tuned_file}"
+    if not file.exists():
+        return {}
+    rows = json.loads(file.read_text("utf-8"))["launches"]
+    return {row["num_tokens"]: GemmLaunch(**row["launch"]) for row in rows}
+
+
+def choose_gemms(
+    num_tokens: int, columns: int, item_bytes: int, gpu: GPU, tuned: TunedGemms | None = None
+) -> list[GemmLaunch]:
     """The tiles of products with so many rows, best first: XLA takes the first that it can compile.
 
-    columns: least outputs of a layer's products on one device; item_bytes: of a weight. Few tokens: the weights' bytes
-    are all that counts, so many small CTAs with several tiles each on their way. Many: each tile's operands are read
-    from the L2, so tiles are as large as registers hold. A sum is split where its tiles alone would leave SMs idle.
+    columns: least outputs of a layer's products on one device; item_bytes: of a weight; tuned: goes first. Few tokens:
+    the weights' bytes are all that counts, so many small CTAs with several tiles each on their way. Many: each tile's
+    operands are read from the L2, so tiles are as large as registers hold. A sum is split where its tiles alone would
+    leave SMs idle.
     """
     if item_bytes > 2:
         # Tensor cores have no float32: each product is several of narrower numbers, which take registers.
@@ -70,10 +92,7 @@ def choose_gemms(num_tokens: int, columns: int, item_bytes: int, gpu: GPU) -> li
     launches = [GemmLaunch(*each, splits_sums=splits) for each in sizes]
     plain = [dataclasses.replace(each, uses_tma=False) for each in launches if each.uses_tma]
     # Results of float32 need more shared memory, and some products are not laid out as TMA wants them.
-    return [
-        *launches[:1],
-        *plain[:1],
-        *launches[1:],
-        *plain[1:],
-        GemmLaunch(64, 64, 32, 3, 4, False, splits_sums=splits),
-    ]
+    measured = (tuned or {}).get(next_power_of_two(num_tokens))
+    first = [] if measured is None else [dataclasses.replace(measured, splits_sums=splits)]
+    last = GemmLaunch(64, 64, 32, 3, 4, False, splits_sums=splits)
+    return [*first, *launches[:1], *plain[:1], *launches[1:], *plain[1:], last]

@@ -3,8 +3,10 @@
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxpage.ops.gemm_launch import GemmLaunch
 from jaxpage.runner.program_facts import entry_of
 from jaxpage.runner.program_traffic import bodies_of
 
@@ -84,6 +86,14 @@ def gemms_of(text: str) -> list[Gemm]:
         if called and "__triton" in line and (dot := _dot_in(bodies[called.group(2)])):
             found.append(_read(called.group(1), line, dot, bodies[called.group(2)]))
     return found
+
+
+def main_launch(gemms: Sequence[Gemm]) -> GemmLaunch | None:
+    """The tiles of the product that reads the most, which most of a step's time goes to; None where there is none."""
+    if not gemms:
+        return None
+    it = max(gemms, key=lambda gemm: gemm.operand_bytes)
+    return GemmLaunch(it.tile_rows, it.tile_columns, it.tile_depth, it.num_stages, it.num_warps, it.uses_tma)
 
 
 def num_library_products(text: str) -> int:

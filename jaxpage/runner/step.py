@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpage.models.params import Params
 from jaxpage.models.registry import model_for
 from jaxpage.ops.attention import AttentionMetadata, KVCache, Target
-from jaxpage.ops.gemm_launch import choose_gemms
+from jaxpage.ops.gemm_launch import choose_gemms, tuned_gemms
 from jaxpage.ops.kv_write import copy_blocks
 from jaxpage.ops.launch import GPU
 from jaxpage.ops.sampling import TokenLogprobs, logprobs_at
@@ -103,7 +103,7 @@ def _options_for(device: jax.Device, num_tokens: int, weights: Any) -> dict[str,
     matrices = [leaf for leaf in jax.tree.leaves(weights) if len(leaf.shape) > 1]
     # A weight is [..., in]: see `ops.matmul.linear`.
     columns = min(math.prod(leaf.sharding.shard_shape(leaf.shape)[:-1]) for leaf in matrices)
-    launches = choose_gemms(num_tokens, columns, matrices[0].dtype.itemsize, gpu)
+    launches = choose_gemms(num_tokens, columns, matrices[0].dtype.itemsize, gpu, tuned_gemms(gpu))
     return compiler_options(device, launches, num_tokens)
 
 

@@ -6,6 +6,9 @@ that has one, every program of it, and what the host asks of a driver from one s
 copies, and that it waits for nothing.
 """
 
+import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,11 @@ from typing import Any
 import pytest
 import tiny
 from described import A_LITTLE_MEMORY, Found, compile_artifact, run_engine
-from described_machine import WITHOUT_TUNING, build_libraries, why_not
+from described_machine import WITHOUT_TUNING, build_libraries, environment_there, why_not
 
 from jaxpage.gpu_memory import POOL_SHARE
+from jaxpage.ops.gemm_launch import choose_gemms, tuned_gemms
+from jaxpage.ops.launch import GPU
 from jaxpage.runner.gpu_targets import TARGETS, GPUTarget
 
 SHAPES = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
@@ -230,6 +235,22 @@ def test_what_was_compiled_there_serves_as_an_artifact_does(compiled_there: Foun
         assert served["num_tokens"] == 16
     step = compiled_there["greedy"]["later"]["steps"][-1]
     assert (step["launches"], step["graphs"], step["copies_in"]) == (0, 2, 0)
+
+
+def test_the_tiles_that_xla_takes_on_a_device_are_kept_for_artifacts(h200: Path, model: Path, tmp_path: Path) -> None:
+    """Which are best there means nothing, as nothing takes any time; what is kept is what XLA took."""
+    script = Path(__file__).parents[2] / "scripts/tune_gemms.py"
+    run_it = (
+        f"import runpy, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from described_engine import see_devices\nsee_devices()\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    with_arguments = f"import sys; sys.argv = sys.argv[1:]\n{run_it}"
+    command = [sys.executable, "-c", with_arguments, script, "--model", model, "--tokens", "16", "--out", tmp_path]
+    done = subprocess.run(command, env=environment_there(h200, 1, **A_LITTLE_MEMORY), capture_output=True, text=True)
+    assert "1 launches in" in done.stdout, done.stderr
+    (launch,) = tuned_gemms(GPU(TARGETS["h200"].num_sms, 90), tmp_path).values()
+    assert min(dataclasses.astuple(launch)[:5]) >= 1
+    assert choose_gemms(16, 4096, 2, GPU(TARGETS["h200"].num_sms, 90), {16: launch})[0].tokens == launch.tokens
 
 
 def test_a_greedy_step_is_two_graphs(single: tuple[Path, Found]) -> None:

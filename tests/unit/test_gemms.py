@@ -1,14 +1,16 @@
 """What is read of a program's matrix products, how they are cut, and what a model of a card makes of them."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
 from jaxpage.aot.card import card_of
 from jaxpage.aot.gemm_time import best_gemm_seconds, ctas_per_sm, dram_bytes, gemm_seconds
-from jaxpage.aot.gemms import Gemm, gemms_of
+from jaxpage.aot.gemms import Gemm, gemms_of, main_launch
 from jaxpage.aot.step_time import step_time
-from jaxpage.ops.gemm_launch import choose_gemms
+from jaxpage.ops.gemm_launch import GemmLaunch, choose_gemms, tuned_gemms
 from jaxpage.ops.launch import GPU
 from jaxpage.runner.gpu_targets import TARGETS
 
@@ -153,6 +155,28 @@ def test_tiles_are_powers_of_two_with_something_in_flight_and_a_fallback_for_eve
 def test_sums_are_split_only_where_tiles_alone_leave_sms_idle() -> None:
     assert not choose_gemms(1, 4096, 2, H200)[0].splits_sums
     assert choose_gemms(1, 768, 2, H200)[0].splits_sums  # an eighth of it
+
+
+def test_what_was_measured_on_such_a_gpu_goes_first(tmp_path: Path) -> None:
+    best = GemmLaunch(16, 64, 256, num_stages=5, num_warps=8, uses_tma=True)
+    row = {"num_tokens": 8, "launch": dataclasses.asdict(best)}
+    (tmp_path / "gemms_sm_90_132.json").write_text(json.dumps({"launches": [row]}))
+    tuned = tuned_gemms(H200, tmp_path)
+    assert tuned == {8: best}
+    assert tuned_gemms(A100, tmp_path) == {}
+    # Whether sums are split is the model's matter, and what cannot be compiled gives way to what is computed.
+    assert choose_gemms(5, 4096, 2, H200, tuned) == [
+        dataclasses.replace(best, splits_sums=False),
+        *choose_gemms(5, 4096, 2, H200),
+    ]
+    assert choose_gemms(9, 4096, 2, H200, tuned) == choose_gemms(9, 4096, 2, H200)
+    assert choose_gemms(8, 4096, 4, H200, tuned) == choose_gemms(8, 4096, 4, H200)
+
+
+def test_the_tiles_that_are_kept_of_a_program_are_those_of_its_largest_product() -> None:
+    launch = main_launch(gemms_of(PROGRAM))
+    assert launch == GemmLaunch(32, 128, 64, num_stages=3, num_warps=4, uses_tma=True)
+    assert main_launch([]) is None
 
 
 def test_operands_are_named_as_xla_swaps_them() -> None:
