@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 _CHANGE_WHAT_EDITS_DO = ("admit", "fork", "edit")
 """Programs that write where edits do: block tables and places."""
-_NUM_ROOMS, _ROOM_BYTES = 16, 4096
+_SMALLEST_BYTES = 256
+_ROOM_BYTES = [_SMALLEST_BYTES << size for size in range(5) for _ in range(4)]
+"""What JAX's allocator gives is a multiple of the smallest. Tokens of 64 rows take as much, edits twice that."""
 
 
 class DeviceBatch:
@@ -143,10 +145,14 @@ class DeviceBatch:
         """Leave gaps in the devices' memory that only small arrays fit in. Returns what stands between them.
 
         An allocator takes the smallest gap that is large enough. So what is sent and drawn in each step, and is there
-        for two, never lies where the scratch of a program was: that is always at the same address, and graphs stay.
+        for two, never lies where the scratch of a program was, nor one where the other was: each is at the same address
+        again, and graphs stay.
         """
-        rooms = [self._send(np.zeros(_ROOM_BYTES // 4, np.int32)) for _ in range(2 * _NUM_ROOMS)]
-        return rooms[1::2]
+        rooms, walls = [], []
+        for num_bytes in _ROOM_BYTES:
+            rooms.append(self._send(np.zeros(num_bytes // 4, np.int32)))
+            walls.append(self._send(np.zeros(_SMALLEST_BYTES // 4, np.int32)))
+        return walls
 
     def _send(self, packed: np.ndarray) -> jax.Array:
         """To all devices of this process, which every process does: nobody compares what they send."""

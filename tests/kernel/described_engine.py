@@ -96,10 +96,12 @@ def decode(core: EngineCore, driver: Driver, params: dict[str, Any]) -> dict[str
             taken.append(steps.take())
             waiting.append(driver.num_waiting())
         driver.lag(0)
+        rest = []
         while core.has_work:
-            steps.take()
+            rest.append(steps.take())
         found[name] = {
             "steps": taken,
+            "rest": rest,
             "waiting": waiting,
             "num_steps": core.loop.num_steps - num_before,
             "num_tokens": len(steps.tokens),

@@ -281,6 +281,7 @@ def steady(found: Found, request: str) -> list[dict[str, int]]:
 def test_a_steady_step_leaves_its_graphs_as_they_are(deep: Found, request_name: str) -> None:
     """All that it works in is where it was, but for the tokens of the step before, which are on their way to the host:
     two nodes write them. Nothing is sent, and a graph that changes costs the host a look at each of its nodes."""
+    assert deep["greedy"][request_name]["all"]["graphs_made"] == 0
     for step in steady(deep, request_name):
         assert (step["launches"], step["graphs"], step["waits"], step["graphs_made"]) == (0, 2, 0, 0)
         assert step["in_graphs"] > 10 * MANY_LAYERS
@@ -288,6 +289,13 @@ def test_a_steady_step_leaves_its_graphs_as_they_are(deep: Found, request_name: 
         assert step["copies_in"] == 0
     # One is counted when the devices come to it, which may be a step later.
     assert sum(step["copies_out"] for step in steady(deep, request_name)) <= len(steady(deep, request_name)) + 1
+
+
+def test_what_is_sent_for_a_block_that_begins_lies_where_the_last_was(deep: Found) -> None:
+    for request in ("first", "later", "lagging"):
+        rest = [step for step in deep["greedy"][request]["rest"] if step["graphs"]]
+        assert sum(step["copies_in"] for step in rest) == 1
+        assert all(sum(step[kind] for kind in UPDATES) <= 4 for step in rest)
 
 
 def test_a_program_that_becomes_ready_costs_one_step_its_graphs(deep: Found) -> None:
