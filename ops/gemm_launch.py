@@ -42,7 +42,7 @@ class GemmLaunch:
         swapped = num_tokens < _SWAPPED_BELOW
         block_m, block_n = (self.weights, self.tokens) if swapped else (self.tokens, self.weights)
         return (
-            f"block_m: {block_m} block_n: {block_n} block_k: {self.depth} split_k: 1 num_stages: {self.num_stages} "
+            f"block_m: {block_m} block_n: {block_n} block_k: {self.depth} num_stages: {self.num_stages} "
             f"num_warps: {self.num_warps} num_ctas: 1 is_tma_allowed: {str(self.uses_tma).lower()}"
         )
 

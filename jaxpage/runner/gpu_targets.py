@@ -133,10 +133,12 @@ def share_of(mesh: Mesh) -> str:
 
 _IN_GRAPHS = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "COLLECTIVES")
 """What XLA puts into CUDA graphs: what it does by itself (jax 0.11.2), and collectives."""
-_OF_GRAPHS = {
+_ON_GPUS = {
     # Without collectives in it, a step over several GPUs is cut in two at each of them: 139 launches for 32 layers, and
     # 2 with them. NCCL is captured anew in every step, as XLA wants all devices to do that together.
     "xla_gpu_enable_command_buffer": ",".join(_IN_GRAPHS),
+    # XLA takes four fifths of a GPU for all of it, and computes products twice to stay below; an engine has 0.92.
+    "xla_disable_hlo_passes": "rematerialization",
     # Where there is NVLink, XLA has kernels of its own for small sums, which it cannot put into graphs (jax 0.11.2).
     "xla_gpu_experimental_use_collective_kernels": "",
 }
@@ -152,8 +154,8 @@ def compiler_options(device: jax.Device, launches: Sequence[GemmLaunch] = (), nu
     if device.platform == "cpu":
         return {}
     if not is_described(device):
-        return dict(_OF_GRAPHS)
-    options: dict[str, Any] = _OF_GRAPHS | {
+        return dict(_ON_GPUS)
+    options: dict[str, Any] = _ON_GPUS | {
         # It would compile every fusion once more to time it, and there is nothing to time it on.
         "xla_gpu_experimental_enable_fusion_autotuner": False,
         "xla_gpu_cuda_data_dir": _toolkit().name,

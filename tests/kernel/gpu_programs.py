@@ -37,6 +37,8 @@ from jaxpage.runner.program_table import draw_arguments, step_arguments
 from jaxpage.runner.scoring import NUM_SCORED_ROWS, NUM_SCORED_TOKENS
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE = 2, 2048, 16
+FULL_BLOCKS = 950_000
+"""124 GB: what an H200 has beside a few layers of an 8B model."""
 KV_SHAPE = rf"bf16\[{NUM_BLOCKS},2,{BLOCK_SIZE},\d+,\d+\]"
 LARGE = {  # Llama 3.1 8B, but for the number of its layers
     "architectures": ["LlamaForCausalLM"],
@@ -69,9 +71,11 @@ class Config(ConfigOnly):
         self.path, self.config, self.generation_config = Path("config"), config, {}
 
 
-def blueprint(hf: dict[str, Any], options: dict[str, Any], target: str, num_gpus: int) -> Blueprint:
+def blueprint(
+    hf: dict[str, Any], options: dict[str, Any], target: str, num_gpus: int, num_blocks: int = NUM_BLOCKS
+) -> Blueprint:
     config = EngineConfig(
-        tensor_parallel_size=num_gpus, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=4096, **options
+        tensor_parallel_size=num_gpus, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=4096, **options
     )
     mesh = described_mesh(TARGETS[target], num_gpus)
     return draw_blueprint(config, Config(hf), mesh, lambda _: TARGETS[target].pool_bytes)
@@ -211,6 +215,8 @@ if __name__ == "__main__":
             }
             speculating = blueprint(SMALL, SMALL_OPTIONS | {"speculative_config": SPECULATIVE}, "h200", 1)
             draft = pool.submit(describe_draw, speculating, Draw.GREEDY)
+            full = blueprint(LARGE, LARGE_OPTIONS, "h200", 1, num_blocks=FULL_BLOCKS)
+            full_step = pool.submit(describe_step, full, largest)
             sampler = pool.submit(describe_sampler, its["small h200 x 1"])
             small = {name: pool.submit(describe_small, it) for name, it in its.items()}
             forks = {name: pool.submit(describe_fork, it) for name, it in its.items()}
@@ -220,6 +226,7 @@ if __name__ == "__main__":
                 "forks": {name: program.result() for name, program in forks.items()},
                 "small": {name: programs.result() for name, programs in small.items()},
                 "drafts": {"small h200 x 1": draft.result()},
+                "full": {"large h200 x 1": full_step.result()},
                 "sampler": {"small h200 x 1": sampler.result()},
             }
             for kind, programs in draws.items():

@@ -127,6 +127,21 @@ def test_every_product_has_tiles_in_flight_and_none_is_tiny(
     assert len(in_layers) == len(steps) * (4 * NUM_LAYERS + 1)
 
 
+def test_nothing_is_computed_twice_where_the_cache_fills_the_memory(
+    found: dict[str, dict[str, Any]], steps: dict[str, Any]
+) -> None:
+    """XLA takes a fifth of a GPU for others, and would compute each layer's output projection again to stay below."""
+    (full,) = found["full"].values()
+    assert full["argument_bytes"] > 124e9
+    sizes = ("rows", "columns", "depth")
+    made, usual = (
+        sorted(tuple(gemm[size] for size in sizes) for gemm in it["gemms"])
+        for it in (full, steps["large h200 x 1 decode 32"])
+    )
+    assert made == usual
+    assert full["num_kernels"] <= steps["large h200 x 1 decode 32"]["num_kernels"] + 1
+
+
 def test_the_sampler_that_is_measured_by_itself_is_the_one_that_serves(found: dict[str, dict[str, Any]]) -> None:
     (sampler,) = found["sampler"].values()
     assert sampler["num_decisions"] == 0
