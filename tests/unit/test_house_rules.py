@@ -170,8 +170,8 @@ def test_the_top_of_the_repository_holds_only_what_the_design_names() -> None:
         pytest.skip("not a git checkout")
     listed = subprocess.run(["git", "ls-files"], check=True, capture_output=True, text=True, cwd=ROOT).stdout
     top = {line.strip('"').split("/")[0] for line in listed.splitlines()}
-    files = {"pyproject.toml", "README.md", "LICENSE"}
-    folders = {"jaxpage", "ops", "models", "server", "tests", "scripts"}
+    files = {"pyproject.toml", "README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md"}
+    folders = {"jaxpage", "ops", "models", "server", "tests", "scripts", "docs", "examples"}
     assert {name for name in top if not name.startswith(".")} - files - folders == set()
     assert all((ROOT / name).is_dir() for name in top & folders)
 
