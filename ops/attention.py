@@ -7,10 +7,11 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxpage.ops.attention_work import WorkList, list_work
 from jaxpage.ops.attention_xla import QueryBlocks, cut_queries, paged_attention_xla
 from jaxpage.ops.kv_spec import KVGroup, KVLayout
 from jaxpage.ops.kv_write import rotate_and_write_kv
-from jaxpage.ops.launch import GPU
+from jaxpage.ops.launch import GPU, AttentionShape, tuned_launches
 
 HEADS_AXIS = "tp"
 """Axis of the device mesh over which heads, and with them the KV cache, are divided."""
@@ -75,6 +76,8 @@ class AttentionMetadata:
     rope_lengths: jax.Array  # [tokens] int32, the sequence length that RoPE scalings see
     max_query_len: int = field(metadata={"static": True})
     target: Target = field(default=Target(), metadata={"static": True})
+    num_heads: int = field(default=0, metadata={"static": True})  # of a layer on all devices; only GPUs need to know
+    kv_itemsize: int = field(default=0, metadata={"static": True})  # bytes of a number in the cache; as above
 
     def of_group(self, index: int, layout: KVLayout) -> "LayerMetadata":
         """The batch as the layers of KV group `index` see it."""
@@ -84,10 +87,34 @@ class AttentionMetadata:
             self.slots[index],
             *rows,
             blocks=None if on_gpu else cut_queries(*rows, self.rope_lengths.shape[0], self.max_query_len),
+            work=self._work_of(layout.groups[index]) if on_gpu else None,
             max_query_len=self.max_query_len,
             group=layout.groups[index],
             target=self.target,
         )
+
+    def _work_of(self, group: KVGroup) -> tuple[WorkList, ...]:
+        """What the programs of the kernel do in each layer of a group, on each device."""
+        assert self.target.gpu is not None
+        num_devices = 1 if self.target.mesh is None else self.target.mesh.size
+        spec = group.spec
+        shape = AttentionShape(
+            num_tokens=self.rope_lengths.shape[0],
+            num_rows=len(self.query_lens),
+            max_query_len=self.max_query_len,
+            num_heads=self.num_heads // num_devices,
+            num_kv_heads=spec.num_kv_heads // num_devices,
+            head_dim=spec.head_dim,
+            kv_itemsize=self.kv_itemsize,
+            max_kv_len=self.block_tables.shape[2] * group.block_size,
+            span=spec.span,
+        )
+        lengths = (self.query_start, self.query_lens, self.kv_lens)
+        tuned = tuned_launches(self.target.gpu)
+        with jax.named_scope("work"):
+            return list_work(
+                *lengths, shape=shape, gpu=self.target.gpu, window=spec.window, chunk=spec.chunk, tuned=tuned
+            )
 
 
 @jax.tree_util.register_dataclass
@@ -101,6 +128,7 @@ class LayerMetadata:
     query_lens: jax.Array  # [rows] int32
     kv_lens: jax.Array  # [rows] int32
     blocks: QueryBlocks | None  # what plain XLA takes in place of the rows
+    work: tuple[WorkList, ...] | None  # what the Triton kernel takes in place of the rows
     max_query_len: int = field(metadata={"static": True})
     group: KVGroup = field(metadata={"static": True})
     target: Target = field(metadata={"static": True})
@@ -172,4 +200,6 @@ def attend(
     }
     if metadata.blocks is not None:
         step["blocks"] = metadata.blocks
+    if metadata.work is not None:
+        step["work"] = metadata.work
     return attend_on_device((q, k, v), rope, buffer, step, metadata.slots)

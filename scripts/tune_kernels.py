@@ -27,7 +27,6 @@ import numpy as np
 from jaxpage.ops.attention_xla import paged_attention_xla
 from jaxpage.ops.launch import (
     GPU,
-    MAX_SEGMENTS,
     TUNED,
     AttentionLaunch,
     AttentionShape,
@@ -90,11 +89,13 @@ def neighbours(launch: AttentionLaunch, shape: AttentionShape) -> Iterator[Atten
         # Rows that no query fills would be for nothing.
         if least_rows <= block_m <= max(least_rows, min(128, next_power_of_two(group * shape.max_query_len))):
             yield dataclasses.replace(launch, block_m=block_m, block_q=min(block_m // group, shape.max_query_len))
-    ranges = {"tile": (16, 256), "num_segments": (1, MAX_SEGMENTS), "num_warps": (1, 8)}
+    ranges = {"tile": (16, 256), "spare_items": (1, 4096), "num_warps": (1, 8)}
     for name, (least, most) in ranges.items():
         number = getattr(launch, name)
         for other in (number * 2, number // 2):
-            if least <= other <= most:
+            # Larger tiles that mask nothing hold whole numbers of the others.
+            fits = name != "tile" or launch.full_tile % other == 0
+            if least <= other <= most and fits:
                 yield dataclasses.replace(launch, **{name: other})
     for num_stages in (launch.num_stages + 1, launch.num_stages - 1):
         if 1 <= num_stages <= 5:

@@ -317,7 +317,7 @@ def _step(
 ) -> tuple[KVCache, BatchState, jax.Array]:
     model = model_for(config.model.architecture)
     step = state.step_rows(bucket.num_rows)
-    tokens, positions, metadata = _batch_of(state, step, kv_cache, bucket, target)
+    tokens, positions, metadata = _batch_of(state, step, kv_cache, bucket, target, config.model.num_heads)
     hidden, kv_cache = model.forward(params, tokens, positions, kv_cache, metadata, config.model)
 
     last = hidden
@@ -331,7 +331,7 @@ def _step(
 
 
 def _batch_of(
-    state: BatchState, step: StepRows, kv_cache: KVCache, bucket: Bucket, target: Target
+    state: BatchState, step: StepRows, kv_cache: KVCache, bucket: Bucket, target: Target, num_heads: int
 ) -> tuple[jax.Array, jax.Array, AttentionMetadata]:
     """A step's tokens and their positions, both [tokens] int32, and what attention must know of them."""
     rows, query_start, query_lens, num_computed = step.rows, step.query_start, step.query_lens, step.num_computed
@@ -363,5 +363,7 @@ def _batch_of(
         rope_lengths=jnp.maximum(state.num_prompt_tokens[token_rows], positions + 1),
         max_query_len=bucket.max_query_len,
         target=target,
+        num_heads=num_heads,
+        kv_itemsize=kv_cache.buffers[0].dtype.itemsize,
     )
     return state.token_ids[token_rows, positions], positions, metadata

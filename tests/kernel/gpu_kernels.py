@@ -53,22 +53,23 @@ def calls() -> Iterator[tuple[str, dict[str, Any]]]:
                 continue  # no such numbers
             num_tokens, num_rows, max_query_len = step
             recorded.clear()
-            attention_triton.paged_attention_triton(
+            lengths = {"query_start": int32((num_rows + 1,)), "query_lens": int32((num_rows,))}
+            statics = {name: value for name, value in options.items() if not hasattr(value, "shape")}
+            jax.eval_shape(
+                partial(
+                    attention_triton.paged_attention_triton, max_query_len=max_query_len, scale=0.1, gpu=gpu, **statics
+                ),
                 bfloat16((num_tokens, 8 * group, head_dim)),
                 shape((1024, 2, 16, 8, head_dim), kv_dtype),
                 block_tables=int32((num_rows, 512)),
-                query_start=int32((num_rows + 1,)),
-                query_lens=int32((num_rows,)),
                 kv_lens=int32((num_rows,)),
-                max_query_len=max_query_len,
-                scale=0.1,
-                gpu=gpu,
-                **options,
+                **lengths,
+                **{name: value for name, value in options.items() if name not in statics},
             )
-            names = (f"{step} x {head_dim} {', '.join(options)}{part}" for part in ("", ", reduced"))
-            yield from (
-                (f"sm_{gpu.compute_capability} {name}", call) for name, call in zip(names, recorded, strict=False)
-            )
+            for call in recorded:
+                rows = call["constants"].get("BLOCK_M")
+                part = "reduced" if rows is None else f"{rows} rows"
+                yield f"sm_{gpu.compute_capability} {step} x {head_dim} {', '.join(options)}, {part}", call
 
 
 def compile_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -98,12 +99,48 @@ def compile_call(call: dict[str, Any]) -> dict[str, Any]:
         source.write_text(ptx)
         arguments = ("-v", f"-arch=sm_{arch}{'a' if arch == 90 else ''}", source, "-o", source.with_suffix(".cubin"))
         log = subprocess.run([ASSEMBLER, *arguments], check=True, capture_output=True, text=True).stderr
-    return {
+    return read_machine_code(compiled, arch) | {
         "registers": int(re.findall(r"Used (\d+) registers", log)[0]),
         "spilled": int(re.findall(r"(\d+) bytes spill stores", log)[0]),
         "shared": compiled.metadata.shared,
         "products": sorted(set(re.findall(r"\b(wgmma\.mma_async|mma\.sync)", ptx))),
-        "reads_ahead": "cp.async" in ptx,
+        "num_warps": call["num_warps"],
+    }
+
+
+def read_machine_code(compiled: Any, arch: int) -> dict[str, Any]:
+    """The products of each loop's body in a warp, and how many copies it lets be on their way when it waits for some.
+
+    "waits" counts groups of copies: a tile of keys is one, and a tile of values.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder, "kernel.cubin")
+        binary.write_bytes(compiled.asm["cubin"])
+        text = subprocess.run(
+            [ASSEMBLER.with_name("nvdisasm"), "-c", binary], check=True, capture_output=True, text=True
+        )
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    loops = []
+    for line in text.stdout.splitlines():
+        if label := re.match(r"\.(L_x_\d+):", line.strip()):
+            labels[label.group(1)] = len(instructions)
+        elif instruction := re.match(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line.strip()):
+            instructions.append(instruction.group(1))
+            back = re.search(r"BRA.*\(\.(L_x_\d+)\)", instructions[-1])
+            if back and labels.get(back.group(1), len(instructions)) < len(instructions) - 1:
+                loops.append(instructions[labels[back.group(1)] :])
+    bodies = [body for body in loops if any(re.search(r"H?G?MMA", it) for it in body)]
+    return {
+        "loops": [
+            {
+                "products": sum(bool(re.search(r"\bHG?MMA", it)) for it in body),
+                "copies": sum("LDGSTS" in it for it in body),
+                "waits": [int(it.split(", ")[-1], 16) for it in body if it.startswith("DEPBAR.LE SB0")],
+                "instructions": len(body),
+            }
+            for body in bodies
+        ]
     }
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxpage.ops.launch import GPU, MAX_SEGMENTS, AttentionShape, choose_launch
+from jaxpage.ops.launch import GPU, AttentionShape, choose_launch, choose_launches
 
 H200 = GPU(num_sms=132, compute_capability=90)
 DECODE = AttentionShape(
@@ -24,35 +24,50 @@ def decode(num_rows: int, **changes: int) -> AttentionShape:
     return dataclasses.replace(DECODE, num_tokens=num_rows, num_rows=num_rows, **changes)
 
 
-def num_programs(shape: AttentionShape) -> int:
-    launch = choose_launch(shape, H200)
-    return -(-shape.num_tokens // launch.block_q) * shape.num_kv_heads * launch.num_segments
-
-
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 8, 16])
 def test_a_small_decode_splits_its_kv_until_the_gpu_is_full(num_rows: int) -> None:
     launch = choose_launch(decode(num_rows), H200)
-    assert num_programs(decode(num_rows)) >= 132
-    assert launch.num_segments > 1
+    assert 3 * 132 <= launch.spare_items * 8 < 4 * 132
     fewer = choose_launch(decode(num_rows), GPU(num_sms=16, compute_capability=90))
-    assert fewer.num_segments < launch.num_segments
+    assert 0 < fewer.spare_items < launch.spare_items
 
 
-def test_a_step_that_fills_the_gpu_is_not_split() -> None:
-    assert choose_launch(decode(32), H200).num_segments == 1
-    assert choose_launch(PREFILL, H200).num_segments == 1
+def test_a_device_with_fewer_heads_splits_each_of_them_more() -> None:
+    of_eight = dataclasses.replace(decode(8), num_heads=4, num_kv_heads=1)
+    assert choose_launch(of_eight, H200).spare_items == 8 * 132 * 3 // 8
 
 
-def test_short_rows_are_not_split_however_idle_the_gpu() -> None:
-    assert choose_launch(decode(1, max_kv_len=256), H200).num_segments == 1
-    segments = [choose_launch(decode(1, max_kv_len=1 << n), H200).num_segments for n in range(8, 20)]
-    assert segments == sorted(segments)
-    assert segments[-1] == MAX_SEGMENTS
+def test_a_long_prompt_is_not_split() -> None:
+    launch = choose_launch(PREFILL, H200)
+    assert launch.spare_items == 0
+    assert launch.block_m == 128
+    assert launch.full_tile > launch.tile
+
+
+def test_what_decodes_beside_a_long_prompt_has_a_launch_of_its_own_and_is_split() -> None:
+    few, other = choose_launches(PREFILL, H200)
+    assert few is not None
+    assert few.spare_items > 0
+    assert (few.block_m, few.block_q) == (16, 4)
+    assert other == choose_launch(PREFILL, H200)
+
+
+@pytest.mark.parametrize("shape", [decode(8), dataclasses.replace(PREFILL, num_tokens=32, num_rows=8)])
+def test_one_launch_is_enough_where_all_rows_are_split(shape: AttentionShape) -> None:
+    few, other = choose_launches(shape, H200)
+    assert few is None
+    assert other.spare_items > 0
+
+
+def test_short_rows_are_split_only_while_the_gpu_is_idle() -> None:
+    assert choose_launch(decode(1, max_kv_len=128), H200).spare_items == 0
+    assert choose_launch(decode(1, max_kv_len=1024), H200).spare_items > 0
+    assert choose_launch(decode(64, max_kv_len=1024), H200).spare_items == 0
 
 
 def test_what_a_window_hides_is_not_split() -> None:
-    assert choose_launch(decode(1, span=128), H200).num_segments == 1
-    assert choose_launch(decode(1, span=4096), H200).num_segments > 1
+    assert choose_launch(decode(1, span=128), H200).spare_items == 0
+    assert choose_launch(decode(1, span=4096), H200).spare_items > 0
 
 
 @pytest.mark.parametrize("max_query_len", range(2, 9))
@@ -60,12 +75,8 @@ def test_drafts_of_a_few_tokens_are_split_as_lone_queries_are(max_query_len: int
     shape = decode(4, max_query_len=max_query_len)
     shape = dataclasses.replace(shape, num_tokens=4 * max_query_len)
     launch = choose_launch(shape, H200)
-    assert launch.num_segments > 1
+    assert launch.spare_items > 0
     assert launch.block_q == max_query_len
-
-
-def test_a_lone_small_prompt_is_split_over_the_past_that_it_may_have() -> None:
-    assert choose_launch(dataclasses.replace(PREFILL, num_tokens=32, num_rows=8), H200).num_segments > 1
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 8), (32, 8), (64, 8), (9, 3), (71, 1), (28, 4), (128, 1)])
@@ -90,7 +101,8 @@ def test_the_heads_of_a_group_count_and_not_all_heads() -> None:
 @pytest.mark.parametrize("kv_itemsize", [1, 2, 4])
 def test_tiles_in_flight_fit_the_shared_memory_of_an_a100(head_dim: int, kv_itemsize: int) -> None:
     shape = dataclasses.replace(PREFILL, head_dim=head_dim, kv_itemsize=kv_itemsize)
-    launch = choose_launch(shape, H200)
+    launch = choose_launch(shape, GPU(num_sms=108, compute_capability=80))
     padded = 1 << (head_dim - 1).bit_length()
-    assert 2 * launch.num_stages * launch.tile * padded * kv_itemsize <= 160 * 1024
+    tile = max(launch.tile, launch.full_tile)
+    assert 2 * (launch.num_stages - 1) * tile * padded * kv_itemsize <= 160 * 1024
     assert launch.tile >= 16

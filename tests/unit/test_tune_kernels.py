@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxpage.ops.launch import GPU, MAX_SEGMENTS, AttentionLaunch, AttentionShape, choose_launch, tuned_launches
+from jaxpage.ops.launch import GPU, AttentionLaunch, AttentionShape, choose_launch, tuned_launches
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tune_kernels"
 H200 = GPU(num_sms=132, compute_capability=90)
@@ -42,11 +42,11 @@ def distance(launch: AttentionLaunch, other: AttentionLaunch) -> float:
 
 
 def launch_sizes(launch: AttentionLaunch) -> tuple[int, ...]:
-    return launch.block_m, launch.tile, launch.num_segments, launch.num_warps
+    return launch.block_m, launch.tile, launch.spare_items or 1, launch.num_warps
 
 
 def test_the_fastest_launch_near_is_found_and_what_cannot_run_is_not(script: Any, shape: AttentionShape) -> None:
-    best = AttentionLaunch(block_q=1, block_m=16, tile=128, num_segments=4, num_warps=2, num_stages=2)
+    best = AttentionLaunch(block_q=1, block_m=16, tile=128, full_tile=0, spare_items=25, num_warps=2, num_stages=2)
     asked: list[AttentionLaunch] = []
 
     def seconds_of(launch: AttentionLaunch) -> float:
@@ -82,14 +82,14 @@ def test_every_neighbour_of_every_shape_can_be_launched(script: Any) -> None:
             assert len(differing) == 1 or differing == ["block_q", "block_m"]
             assert launch.block_q * group <= launch.block_m
             assert 1 <= launch.block_q <= shape.max_query_len
-            assert launch.num_segments <= MAX_SEGMENTS
-            assert all(size & (size - 1) == 0 for size in launch_sizes(launch))
+            assert launch.full_tile % launch.tile == 0
+            assert all(n & (n - 1) == 0 for n in (launch.block_m, launch.tile, launch.num_warps))
 
 
 def test_what_was_tuned_is_read_for_shapes_like_it_and_no_others(
     script: Any, shape: AttentionShape, tmp_path: Path
 ) -> None:
-    launch = AttentionLaunch(block_q=1, block_m=32, tile=32, num_segments=2, num_warps=8, num_stages=5)
+    launch = AttentionLaunch(block_q=1, block_m=32, tile=32, full_tile=0, spare_items=25, num_warps=8, num_stages=5)
     row = script.row_of(shape, script.Tuned(launch, 1e-5, 2e-5))
     script.write(tmp_path / H200.tuned_file, script.head_of("NVIDIA H200"), [row])
     tuned = tuned_launches(H200, tmp_path)
@@ -103,7 +103,7 @@ def test_what_was_tuned_is_read_for_shapes_like_it_and_no_others(
 
 def test_a_tuned_block_holds_no_more_queries_than_a_row_has(script: Any) -> None:
     shape = next(it for it in script.shapes() if it.max_query_len == 4)
-    launch = AttentionLaunch(block_q=4, block_m=16, tile=32, num_segments=2, num_warps=8, num_stages=5)
+    launch = AttentionLaunch(block_q=4, block_m=16, tile=32, full_tile=0, spare_items=25, num_warps=8, num_stages=5)
     three = dataclasses.replace(shape, max_query_len=3)
     assert choose_launch(three, H200, {shape.rounded: launch}) == dataclasses.replace(launch, block_q=3)
 
