@@ -19,7 +19,7 @@ PROGRAMS_PER_SM = 3
 
 _MAX_BLOCK_M = 128
 """Most query heads in a block: two warp groups of Hopper, each with a product's 64 rows of its own."""
-_MAX_SPLIT_BLOCK_M = 64
+MAX_SPLIT_BLOCK_M = 64
 """The same where the KV is split. Short rows fill a few of these: larger blocks would waste more."""
 _TILE_BYTES = 16 * 1024
 """Of a tile of keys. With the values, and twice in flight, three programs fit an H200's multiprocessor, two an A100's.
@@ -129,7 +129,7 @@ def _compute_launch(shape: AttentionShape, gpu: GPU) -> AttentionLaunch:
     padded_dim = max(next_power_of_two(shape.head_dim), 16)
     # Tensor cores have no float32: their products would not fit the registers.
     fits = shape.kv_itemsize <= 2 and group <= _MAX_BLOCK_M and (padded_dim <= 128 or gpu.compute_capability >= 90)
-    if fits and group * shape.max_query_len > _MAX_SPLIT_BLOCK_M:
+    if fits and group * shape.max_query_len > MAX_SPLIT_BLOCK_M:
         block_q = _MAX_BLOCK_M // group
         # Half of the multiprocessors with a block each do as much as all of them with splits and reductions.
         if shape.num_tokens // block_q * shape.num_kv_heads * 4 >= gpu.num_sms:
@@ -137,7 +137,7 @@ def _compute_launch(shape: AttentionShape, gpu: GPU) -> AttentionLaunch:
             return AttentionLaunch(block_q, _MAX_BLOCK_M, *_prefill_tiles(padded_dim, gpu), 0, 8, num_stages=3)
 
     block_m = max(next_power_of_two(group), 16)  # a product has 16 rows at least
-    most = _MAX_SPLIT_BLOCK_M if shape.kv_itemsize <= 2 else 16
+    most = MAX_SPLIT_BLOCK_M if shape.kv_itemsize <= 2 else 16
     while block_m < min(group * shape.max_query_len, most):
         block_m *= 2
     block_q = min(block_m // group, shape.max_query_len)

@@ -6,13 +6,21 @@ as arguments, and how much of them depends on the step: the caller says how long
 """
 
 from collections import defaultdict
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from jaxpage.aot.card import Card
 from jaxpage.aot.gemm_time import gemm_seconds
 from jaxpage.aot.gemms import Gemm, gemms_of
 from jaxpage.runner.program_facts import entry_of
-from jaxpage.runner.program_traffic import Instruction, bodies_of, in_place_shapes, instructions_of, moved_bytes
+from jaxpage.runner.program_traffic import (
+    Instruction,
+    arrays_of,
+    bodies_of,
+    in_place_shapes,
+    instructions_of,
+    moved_bytes,
+)
 
 _LEAST_SECONDS = 0.7e-6
 """Of a small kernel's own: one round of loads from the L2, arithmetic, one of stores."""
@@ -53,7 +61,7 @@ def step_time(text: str, card: Card, attention_seconds: float) -> StepTime:
             continue
         found.launches += 1
         found.parts["launch"] += card.kernel_seconds
-        part = "gemm" if each.name in gemms else _part_of(each, shapes)
+        part = "gemm" if each.name in gemms else _part_of(each, shapes, in_place)
         match part:
             case "gemm":
                 seconds = gemm_seconds(gemms[each.name], card)
@@ -73,13 +81,13 @@ def step_time(text: str, card: Card, attention_seconds: float) -> StepTime:
     return found
 
 
-def _part_of(each: Instruction, shapes: dict[str, str]) -> str:
+def _part_of(each: Instruction, shapes: Mapping[str, str], in_place: Set[str]) -> str:
     """What a kernel belongs to that is no matrix product."""
     if each.kind.removesuffix("-start") in _COLLECTIVES:
         return "collective"
     if "triton_kernel_call" not in each.line:
         return "other"
-    if "output_to_operand_aliasing" in each.line:
+    reads_cache = any(in_place & set(arrays_of(shapes.get(name, ""))) for name in each.operands)
+    if "output_to_operand_aliasing" in each.line and reads_cache:
         return "kv_write"
-    # Attention takes a block table and what stands beside it; its reduction takes float32 parts alone.
-    return "attention" if any(shapes.get(name, "").startswith("s32") for name in each.operands) else "reduction"
+    return "attention" if reads_cache else "reduction"

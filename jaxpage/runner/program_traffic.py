@@ -65,13 +65,13 @@ def moved_bytes(each: Instruction, shapes: Mapping[str, str], in_place: Set[str]
 
     shapes: of all instructions by name; in_place: arrays that do not count; bodies: of all computations by name.
     """
-    results = sum(bytes_of(array) for array in _arrays(each.shape) if array not in in_place)
+    results = sum(bytes_of(array) for array in arrays_of(each.shape) if array not in in_place)
     called = re.search(r"calls=%?([\w.\-]+)", each.line)
     body = bodies.get(called.group(1), "") if called else ""
     operands = 0
     for index, name in enumerate(each.operands):
         looked_up = _bytes_looked_up(body, index)
-        arrays = _arrays(shapes.get(name, ""))
+        arrays = arrays_of(shapes.get(name, ""))
         operands += looked_up or sum(bytes_of(array) for array in arrays if array not in in_place)
     return results + operands
 
@@ -131,14 +131,14 @@ def in_place_shapes(text: str, entry: list[Instruction]) -> set[str]:
         if each.kind == "parameter" and (number := re.search(r"parameter\((\d+)\)", each.line))
     }
     names = {parameters[number].name for number in aliased}
-    shapes = {_arrays(parameters[number].shape)[0] for number in aliased}
+    shapes = {arrays_of(parameters[number].shape)[0] for number in aliased}
     for each in entry:
         if each.kind == "bitcast" and each.operands and each.operands[0] in names:
             names.add(each.name)
-            shapes |= set(_arrays(each.shape))
+            shapes |= set(arrays_of(each.shape))
     return {shape for shape in shapes if bytes_of(shape) >= 2**16}
 
 
-def _arrays(shape: str) -> list[str]:
+def arrays_of(shape: str) -> list[str]:
     """The arrays of a shape, without their layouts."""
     return re.findall(r"[a-z]+[0-9]*[a-z0-9]*\[[\d,]*\]", shape)

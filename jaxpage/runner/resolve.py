@@ -11,7 +11,7 @@ from jaxpage.errors import ConfigError
 from jaxpage.kv_cache.spec import num_blocks_for
 from jaxpage.models.config import ModelConfig
 from jaxpage.ops.kv_spec import KVLayout
-from jaxpage.ops.launch import MAX_SEGMENTS
+from jaxpage.ops.launch import MAX_SPLIT_BLOCK_M, PROGRAMS_PER_SM
 from jaxpage.runner.scoring import NUM_SCORED_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -137,8 +137,11 @@ def scratch_bytes(
     logits = rows * (1 + config.max_drafts) * vocab * 4
     divided = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim + 2 * model.intermediate_size
     activations = tokens * (5 * model.hidden_size + divided // num_devices) * dtype.itemsize
-    # Of attention that is split over the KV, each part leaves a sum, its weight and its highest score.
-    parts = MAX_SEGMENTS * rows * (model.num_heads // num_devices) * (model.head_dim + 2) * 4
+    # Of attention that is split over the KV, each part of a block leaves sums, their weights and their highest scores.
+    blocks = (
+        max(rows, _SPLIT_TOKENS) * (model.num_heads // num_devices) + PROGRAMS_PER_SM * _MOST_SMS * MAX_SPLIT_BLOCK_M
+    )
+    parts = blocks * (model.head_dim + 2) * 4
     return max(
         activations + parts,
         (6 if config.logits_processors else 4) * logits + rows * _DRAW_BYTES,  # several devices gather them, too
@@ -147,6 +150,10 @@ def scratch_bytes(
     )
 
 
+_MOST_SMS = 160
+"""Of any GPU."""
+_SPLIT_TOKENS = 512
+"""Longer steps fill a GPU without splitting the KV."""
 _DRAW_BYTES = 2**18
 """Of a row, whatever the vocabulary."""
 _SPARE_BYTES = 2**28
