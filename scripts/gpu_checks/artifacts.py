@@ -28,7 +28,7 @@ def compile_artifact(context: Context) -> Iterator[Row]:
     from jaxpage.config import EngineConfig
 
     started = time.monotonic()
-    with few_buckets(context.sizes):
+    with few_buckets(context.sizes.batches):
         compile_programs(EngineConfig(**engine_options(context)), target, context.work / FOLDER)
     yield {"case": f"for {target}", "compile_s": time.monotonic() - started}
 

@@ -36,7 +36,7 @@ class Case:
 def attention(context: Context) -> Iterator[Row]:
     """Ragged batches against float64; whatever no query may read is NaN."""
     sizes, gpu = context.sizes, gpu_of(context)
-    kinds: list[Row] = [{"window": 40}, {"chunk": 64}, {"softcap": 30.0}, {"has_sinks": True}]
+    kinds: list[Row] = [{"window": 40}, {"chunk": 64}, {"softcap": 30.0, "has_sinks": True}]
     shapes = list(itertools.product(sizes.head_dims, sizes.groups))
     middle = shapes[len(shapes) // 2]
     attend = attention_of(gpu)

@@ -33,6 +33,8 @@ def pack(out: Path) -> None:
             compress(file.read_text("utf-8"), file.with_suffix(".txt.gz"))
             file.unlink()
     for file in out.iterdir():
-        if file.stat().st_size > MOST_BYTES:
+        if not file.stat().st_size:
+            file.unlink()
+        elif file.stat().st_size > MOST_BYTES:
             file.unlink()
             file.with_suffix(".left_out").write_text(f"{file.name} had more than {MOST_BYTES} bytes\n", "utf-8")

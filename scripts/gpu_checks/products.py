@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from gpu_checks.child import Context, Row
 from gpu_checks.device import bytes_per_second, flops_per_second, l2_bytes
 from gpu_checks.timing import num_inside, num_sets, time_program
+from jaxpage.runner.buckets import choose_bucket, make_buckets
 
 SHARES = {1: 0.8, 32: 0.8, 256: 0.65, 2048: 0.75}
 """Of a peak, what a product of so many rows, or fewer than the next, should reach."""
@@ -42,11 +43,14 @@ def products(context: Context) -> Iterator[Row]:
         "down": (ffn, embed),
         "logits": (embed, model["vocab_size"]),
     }
+    most = max(context.sizes.batches)
+    table = make_buckets(most, max(context.sizes.token_budget, most))
     for name, (inner, outer) in shapes.items():
         for rows in context.sizes.product_rows:
-            if name == "logits" and rows > 256:
+            if name == "logits" and rows > max(context.sizes.batches):
                 continue  # a step draws from so many rows, and no more
-            yield {"case": f"{name} {rows} x {inner} x {outer}", **_time(context, rows, inner, outer)}
+            padded = choose_bucket(table, rows, rows, rows if rows > most else 1).num_tokens  # as in an engine
+            yield {"case": f"{name} {rows} x {inner} x {outer}", "rows": padded, **_time(context, padded, inner, outer)}
             if not context.has_time:
                 raise TimeoutError("there was no time for the other shapes")
 
@@ -99,7 +103,10 @@ def _config_of(line: str) -> str | None:
     for name in ("triton_gemm_config", "block_level_fusion_config"):
         if (at := line.find(f'"{name}":')) >= 0:
             config: dict[str, Any] = json.JSONDecoder().raw_decode(line, at + len(name) + 3)[0]
-            return " ".join(f"{key} {_short(value)}" for key, value in config.items())
+            # What is off, is not told.
+            return " ".join(
+                f"{key} {_short(value)}" for key, value in sorted(config.items()) if value not in (0, False)
+            )
     return kind.group(1)
 
 

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from gpu_checks.child import Context, Row
-from gpu_checks.sizes import Sizes
 from jaxpage.bench_roofline import floor_of
 from jaxpage.config import EngineConfig
 from jaxpage.engine_core import EngineCore
@@ -52,12 +51,12 @@ def engine_options(context: Context, **options: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def few_buckets(sizes: Sizes) -> Iterator[None]:
+def few_buckets(batches: dict[int, int]) -> Iterator[None]:
     """While it lasts, engines have the buckets that these batches run in, and no others, which take time to compile."""
 
     def needed(*args: Any, **kwargs: Any) -> list[Bucket]:
         table = make_buckets(*args, **kwargs)
-        decode = [choose_bucket(table, rows, rows, 1) for rows in sizes.batches]
+        decode = [choose_bucket(table, rows, rows, 1) for rows in batches]
         prompts = max(bucket for bucket in table if bucket.takes_any_query)
         return sorted({*decode, prompts})
 
@@ -67,7 +66,7 @@ def few_buckets(sizes: Sizes) -> Iterator[None]:
 
 def open_engine(context: Context, **options: Any) -> EngineCore:
     """An engine that is closed when the process has done its parts."""
-    with few_buckets(context.sizes):
+    with few_buckets(context.sizes.batches):
         core = EngineCore(EngineConfig(**engine_options(context, **options)))
     context.stack.callback(core.close)
     return core
@@ -83,14 +82,14 @@ def measure(context: Context, core: EngineCore, rows: int, params: dict[str, Any
     started = time.perf_counter()
     _add(core, rows, prompt_len, num_tokens, params)
     seen: set[str] = set()
-    for outputs in _steps(core):
+    for outputs in steps_of(core):
         seen |= {output.sequence_id for output in outputs}
         if len(seen) == rows:  # each has its first token
             break
     prefilled = time.perf_counter()
     seconds_before, steps_before = dict(core.loop.seconds), core.loop.num_steps
     counts, times = [], [time.perf_counter()]
-    for outputs in _steps(core):
+    for outputs in steps_of(core):
         if outputs:
             counts.append(sum(len(output.token_ids) for output in outputs))
             times.append(time.perf_counter())
@@ -129,14 +128,14 @@ def warm_up(context: Context, core: EngineCore) -> None:
     """Let a request through: the first step of each program makes its graph."""
     for rows, prompt_len in context.sizes.batches.items():
         _add(core, rows, min(prompt_len, 16), 4, GREEDY)
-        for _ in _steps(core):
+        for _ in steps_of(core):
             pass
 
 
 def decoding(core: EngineCore, rows: int, num_tokens: int) -> Iterator[Sequence[Any]]:
     """What the steps of so many short requests give, one after the other; all must be taken."""
     _add(core, rows, 8, num_tokens, GREEDY)
-    return _steps(core)
+    return steps_of(core)
 
 
 @contextlib.contextmanager
@@ -164,7 +163,7 @@ def _add(core: EngineCore, rows: int, prompt_len: int, num_tokens: int, params: 
         core.add(AddRequest(f"{time.monotonic_ns()}-{index}", prompt, options, 0, num_tokens))
 
 
-def _steps(core: EngineCore) -> Iterator[list[TokenOutput]]:
+def steps_of(core: EngineCore) -> Iterator[list[TokenOutput]]:
     """What each step gives, until nothing is left to do."""
     waited_since = time.monotonic()
     while core.has_work:

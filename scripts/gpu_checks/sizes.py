@@ -60,6 +60,8 @@ class Sizes:
     """Of timing one kernel, about."""
     num_prompts: int
     """Real prompts whose tokens are compared."""
+    real_batches: dict[int, int]
+    """Rows of the engine that serves them, and tokens of a step."""
 
     @property
     def max_model_len(self) -> int:
@@ -88,6 +90,7 @@ CARD = Sizes(
     most_inside=64,
     seconds_per_case=0.2,
     num_prompts=20,
+    real_batches={4: 512, 32: 512},
 )
 SMALL = Sizes(
     model=TINY,
@@ -107,5 +110,6 @@ SMALL = Sizes(
     most_inside=2,
     seconds_per_case=0.0,
     num_prompts=2,
+    real_batches={2: 16},
 )
 SIZES = {"card": CARD, "small": SMALL}

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpu_checks.child import Context, Row
-from gpu_checks.serving import GREEDY
+from gpu_checks.serving import GREEDY, few_buckets, steps_of
 from jaxpage.config import EngineConfig
 from jaxpage.engine_core import EngineCore
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.wire import AddRequest, TokenOutput
+from jaxpage.wire import AddRequest
 
 GOLDEN = Path(__file__).parents[2] / "tests/golden/smollm2_greedy.json"
 FIRST = 16
@@ -30,16 +30,17 @@ def tokens(context: Context) -> Iterator[Row]:
         return
     prompts = json.loads(GOLDEN.read_text("utf-8"))["prompts"][: context.sizes.num_prompts]
     longest = max(len(prompt["prompt_token_ids"]) + len(prompt["token_ids"]) for prompt in prompts)
-    core = EngineCore(
-        EngineConfig(
-            model="smollm2-135m",
-            background_compile=False,
-            max_model_len=longest + 16,
-            max_num_seqs=32,
-            max_num_batched_tokens=128 if context.is_dry else 512,
-            num_blocks=2048,
-        )
+    batches = context.sizes.real_batches
+    config = EngineConfig(
+        model="smollm2-135m",
+        background_compile=False,
+        max_model_len=longest + 16,
+        max_num_seqs=max(batches),
+        max_num_batched_tokens=max(batches.values()),
+        num_blocks=2048,
     )
+    with few_buckets(batches):
+        core = EngineCore(config)
     context.stack.callback(core.close)
     for name, chosen in {"all at once": [prompts], "alone": [[prompt] for prompt in prompts[:4]]}.items():
         alike = [length for group in chosen for length in _alike(core, group)]
@@ -60,9 +61,8 @@ def _alike(core: EngineCore, prompts: list[Row]) -> list[int]:
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **GREEDY)
         core.add(AddRequest(str(index), prompt["prompt_token_ids"], params, 0, num_tokens))
     given: dict[str, list[int]] = {}
-    while core.has_work:
-        for output in core.step():
-            assert isinstance(output, TokenOutput)
+    for outputs in steps_of(core):
+        for output in outputs:
             given.setdefault(output.sequence_id, []).extend(output.token_ids)
     return [_prefix(given[str(index)], prompt["token_ids"]) for index, prompt in enumerate(prompts)]
 
