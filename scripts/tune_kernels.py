@@ -12,7 +12,6 @@ import functools
 import itertools
 import json
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpu_checks.timing import chained, time_program
 
 from jaxpage.ops.attention_xla import paged_attention_xla
 from jaxpage.ops.launch import (
@@ -39,7 +39,11 @@ TOLERANCE = 1e-2
 """Norm of the difference to norm of the result: bfloat16 keeps 8 bits."""
 LEAST_GAIN = 0.03
 """Share of its time that a launch must save to be taken: less may be noise."""
-NUM_RUNS, NUM_REPEATS = 10, 5
+NUM_STAGES = (5, 7, 3, 4, 2, 1)
+RUNS_INSIDE, SECONDS_PER_LAUNCH = 16, 0.05
+"""Runs of the kernel within one program, and how long such programs are timed."""
+POOL_BYTES, NUM_TABLES = 2**28, 8
+"""Of KV, at least, and how many sets of block tables take turns: together more than an L2 cache holds."""
 HEADS = {
     "Llama-3.1-8B": (32, 8, 128),
     "Qwen3-0.6B": (16, 8, 128),
@@ -97,8 +101,9 @@ def neighbours(launch: AttentionLaunch, shape: AttentionShape) -> Iterator[Atten
             fits = name != "tile" or launch.full_tile % other == 0
             if least <= other <= most and fits:
                 yield dataclasses.replace(launch, **{name: other})
-    for num_stages in (launch.num_stages + 1, launch.num_stages - 1):
-        if 1 <= num_stages <= 5:
+    # From each number of stages to any other: 3 and 4 give the same code, and the next better one is 5.
+    for num_stages in NUM_STAGES:
+        if num_stages != launch.num_stages:
             yield dataclasses.replace(launch, num_stages=num_stages)
 
 
@@ -144,14 +149,17 @@ class Case:
         rng, key = np.random.default_rng(seed), jax.random.key(seed)
         query_len = shape.num_tokens // shape.num_rows
         lengths = rng.integers(max(shape.max_kv_len // 4, query_len), shape.max_kv_len + 1, shape.num_rows)
-        kv_shape = (shape.num_rows * width + 1, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+        block_shape = (2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+        num_blocks = max(shape.num_rows * width, POOL_BYTES // (2 * math.prod(block_shape)) if gpu else 0)
+        kv_shape = (num_blocks + 1, *block_shape)
         self._args = (
             jax.random.normal(key, (shape.num_tokens, shape.num_heads, shape.head_dim), jnp.bfloat16),
             jax.random.normal(key, kv_shape, jnp.bfloat16),
         )
-        tables = 1 + rng.permutation(shape.num_rows * width).astype(np.int32)
+        needed = shape.num_rows * width
+        tables = [1 + rng.permutation(num_blocks)[:needed].astype(np.int32) for _ in range(NUM_TABLES)]
+        self._tables = [jnp.asarray(each.reshape(shape.num_rows, width)) for each in tables]
         self._step = {
-            "block_tables": jnp.asarray(tables.reshape(shape.num_rows, width)),
             "query_start": jnp.arange(shape.num_rows + 1, dtype=jnp.int32) * query_len,
             "query_lens": jnp.full(shape.num_rows, query_len, jnp.int32),
             "kv_lens": jnp.asarray(lengths, jnp.int32),
@@ -163,7 +171,7 @@ class Case:
         """Of one run; infinite where it cannot run, or is wrong. The first launch says what is right."""
         try:
             attend = jax.jit(functools.partial(self._attention(launch), **self._statics))
-            got = np.asarray(attend(*self._args, **self._step), np.float64)
+            got = np.asarray(attend(*self._args, block_tables=self._tables[0], **self._step), np.float64)
         except Exception as error:  # too many registers, too much shared memory: Triton and XLA have many names for it
             print(f"    {launch} cannot run: {str(error).splitlines()[0][:100]}")
             return math.inf
@@ -173,14 +181,13 @@ class Case:
         if not error < TOLERANCE:  # NaN is not
             print(f"    {launch} is wrong by {error:.3g}")
             return math.inf
-        times = []
-        for _ in range(NUM_REPEATS):
-            started = time.perf_counter()
-            for _ in range(NUM_RUNS):
-                result = attend(*self._args, **self._step)
-            jax.block_until_ready(result)
-            times.append((time.perf_counter() - started) / NUM_RUNS)
-        return statistics.median(times)
+        runs = RUNS_INSIDE if self._gpu else 1
+
+        def program(kv: jax.Array, step: Any, q: jax.Array, *tables: jax.Array) -> jax.Array:
+            return chained(lambda q, table: attend(q, kv, block_tables=table, **step), runs)(q, *tables)
+
+        q, kv = self._args
+        return time_program(jax.jit(program), (kv, self._step, q, *self._tables), runs, SECONDS_PER_LAUNCH).seconds
 
     def _attention(self, launch: AttentionLaunch) -> Callable[..., jax.Array]:
         if self._gpu is None:

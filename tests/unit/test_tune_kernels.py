@@ -66,6 +66,12 @@ def test_what_saves_next_to_nothing_is_not_taken(script: Any, shape: AttentionSh
     assert tuned.launch == choose_launch(shape, H200)
 
 
+def test_stages_that_give_the_same_code_are_passed_over(script: Any, shape: AttentionShape) -> None:
+    """As 3 and 4 do."""
+    tuned = script.tune(shape, H200, lambda launch: 1.0 if launch.num_stages < 5 else 0.5)
+    assert tuned.launch.num_stages == 5
+
+
 def test_without_time_the_computed_launch_stays(script: Any, shape: AttentionShape) -> None:
     tuned = script.tune(shape, H200, lambda launch: 1.0 / launch.tile, ends=0)
     assert tuned.launch == choose_launch(shape, H200)
