@@ -186,7 +186,10 @@ def test_scratch_is_a_few_activations(steps: dict[str, Any], engine: str, base: 
     """In MiB. A layer's KV cache is 128, and a token's activations between gate and down projection 0.06."""
     of_engine = {name: program for name, program in steps.items() if re.match(engine, name)}
     for name, program in of_engine.items():
-        assert program["scratch_bytes"] / 2**20 <= base + per_token * int(name.split()[-1]), name
+        num_tokens, num_kv_heads = int(name.split()[-1]), (1 if " x 8" in name else 8 if "large" in name else 2)
+        # Partial results of attention: 64 heads of 128 float32 from each program that splits the KV.
+        parts = (num_kv_heads * (num_tokens / 16 + 33) + 3 * 132 + num_kv_heads) / 32
+        assert program["scratch_bytes"] / 2**20 <= base + per_token * num_tokens + parts, name
     assert of_engine
 
 
@@ -228,16 +231,19 @@ def test_a_draw_without_filters_is_a_few_kernels(draws: dict[str, Any], num_gpus
 @pytest.mark.parametrize(
     ("engine", "most"),
     [
-        ("large h200 x 1", 13),
+        ("large h200 x 1", 15),
         ("large h200 x 8", 12),
-        ("large a100 x 1", 12),
+        ("large a100 x 1", 14),
         ("small h200 x 1", 16),  # Qwen3, which has norms of queries and keys
         ("small h200 x 8", 14),
         ("small a100 x 1", 14),
     ],
 )
 def test_the_kernels_of_a_layer_are_as_many_as_they_were(steps: dict[str, Any], engine: str, most: int) -> None:
-    """Rotation with the KV write, attention and, of few heads, the reduction of its segments; the rest is XLA's."""
+    """Rotation with the KV write, attention, the reduction of its parts; beside long prompts attention of others.
+
+    The rest is XLA's.
+    """
     of_engine = [program for name, program in steps.items() if name.startswith(engine)]
-    assert {program["num_triton_kernels"] / NUM_LAYERS for program in of_engine} <= {2, 3}
+    assert {program["num_triton_kernels"] / NUM_LAYERS for program in of_engine} <= {2, 3, 4}
     assert 5 < max(program["launches_per_layer"] for program in of_engine) <= most
