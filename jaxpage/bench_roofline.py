@@ -10,15 +10,17 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpage.aot.attention_time import attention_seconds
 from jaxpage.aot.card import Card, card_of
 from jaxpage.aot.gemm_time import best_gemm_seconds, ctas_per_sm
 from jaxpage.aot.gemms import Gemm
 from jaxpage.aot.step_time import PARTS, step_time
 from jaxpage.config import EngineConfig
 from jaxpage.models.config_only import open_for_compiling
+from jaxpage.ops.launch import GPU, AttentionShape, choose_launch, tuned_launches
 from jaxpage.request import Draw
 from jaxpage.runner.blueprint import Blueprint, bytes_per_device, draw_blueprint
-from jaxpage.runner.buckets import choose_bucket
+from jaxpage.runner.buckets import Bucket, choose_bucket
 from jaxpage.runner.gpu_targets import TARGETS, GPUTarget, described_mesh
 from jaxpage.runner.program_facts import facts_of
 from jaxpage.runner.program_table import draw_arguments, step_arguments
@@ -94,7 +96,7 @@ def _decode(it: Blueprint, gpu: GPUTarget, batch: int, context: int) -> dict[str
         traffic.update(traffic_of(text))
     # Attention's arguments are whole caches: it reads what the floor counts.
     moved = traffic.total() + floor.kv_bytes
-    times = [step_time(text, card, _attention_seconds(it, card, batch, context)) for text in texts]
+    times = [step_time(text, card, _attention_seconds(it, gpu, bucket, batch, context)) for text in texts]
     predicted = sum(each.seconds for each in times)
     tuned = predicted - sum(seconds - best_gemm_seconds(gemm, card) for gemm, seconds in times[0].gemms)
     reached = floor.seconds(card.dram_bytes_per_second, card.best_flops_per_second)
@@ -156,20 +158,26 @@ def _excess(it: Blueprint, traffic: dict[str, int]) -> dict[str, int]:
     return {part: moved - weights.get(part, 0) for part, moved in traffic.items()}
 
 
-def _attention_seconds(it: Blueprint, card: Card, batch: int, context: int) -> float:
-    positions = sum(
-        it.layout.groups[g].spec.token_elements * min(context, it.layout.groups[g].spec.span or context)
-        for g, _ in it.layout.layers
-    )
-    return (
-        batch
-        * positions
-        * it.dtype.itemsize
-        / it.mesh.size
-        / len(it.layout.layers)
-        / (0.85 * card.dram_bytes_per_second)
-        + 2e-6
-    )
+def _attention_seconds(it: Blueprint, gpu: GPUTarget, bucket: Bucket, batch: int, context: int) -> float:
+    """Of a layer's attention in a decode step, on average over the layers."""
+    num_devices, target = it.mesh.size, GPU(gpu.num_sms, 10 * gpu.compute_capability)
+    seconds = 0.0
+    for group, _ in it.layout.layers:
+        spec = it.layout.groups[group].spec
+        shape = AttentionShape(
+            num_tokens=bucket.num_tokens,
+            num_rows=bucket.num_rows,
+            max_query_len=1,
+            num_heads=it.model_config.num_heads // num_devices,
+            num_kv_heads=spec.num_kv_heads // num_devices,
+            head_dim=spec.head_dim,
+            kv_itemsize=it.dtype.itemsize,
+            max_kv_len=it.max_model_len,
+            span=spec.span,
+        )
+        launch = choose_launch(shape, target, tuned_launches(target))
+        seconds += attention_seconds([(context, 1)] * batch, shape, launch, card_of(gpu))
+    return seconds / len(it.layout.layers)
 
 
 def show(found: dict[str, Any], target: str) -> str:

@@ -23,6 +23,7 @@ class Card:
     """One GPU. Rates are what good kernels reach, not what the data sheet says."""
 
     num_sms: int
+    clocks_per_second: float
     dram_bytes_per_second: float
     l2_bytes_per_second: float
     l2_bytes: int
@@ -53,6 +54,7 @@ def card_of(gpu: GPUTarget) -> Card:
     wgmma = gpu.compute_capability >= 9
     return Card(
         num_sms=gpu.num_sms,
+        clocks_per_second=gpu.clock_ghz * 1e9,
         dram_bytes_per_second=_COPY_SHARE * gpu.bytes_per_second,
         l2_bytes_per_second=_L2_BYTES_PER_CLOCK * gpu.clock_ghz * 1e9 * gpu.num_sms,
         l2_bytes=gpu.l2_bytes,
