@@ -22,7 +22,7 @@ from jaxpage.ops import attention_triton
 from jaxpage.ops.launch import GPU
 from jaxpage.ops.triton_call import backend_options
 
-GPUS = (GPU(num_sms=108, compute_capability=80), GPU(num_sms=132, compute_capability=90))
+GPUS = tuple(GPU(num_sms, capability) for num_sms, capability in ((108, 80), (132, 90), (148, 100)))
 ASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "float8_e4m3fn": "fp8e4nv"}
 DECODE, MIXED, DRAFTS = (8, 8, 1), (512, 64, 512), (32, 8, 4)
@@ -97,8 +97,9 @@ def compile_call(call: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
-        arguments = ("-v", f"-arch=sm_{arch}{'a' if arch == 90 else ''}", source, "-o", source.with_suffix(".cubin"))
-        log = subprocess.run([ASSEMBLER, *arguments], check=True, capture_output=True, text=True).stderr
+        arguments = ("-v", f"-arch=sm_{arch}{'a' if arch >= 90 else ''}", source, "-o", source.with_suffix(".cubin"))
+        assembler = ASSEMBLER.with_name("ptxas-blackwell") if arch >= 100 else ASSEMBLER
+        log = subprocess.run([assembler, *arguments], check=True, capture_output=True, text=True).stderr
     return read_machine_code(compiled, arch) | {
         "registers": int(re.findall(r"Used (\d+) registers", log)[0]),
         "spilled": int(re.findall(r"(\d+) bytes spill stores", log)[0]),

@@ -28,8 +28,15 @@ def run(script: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def kernels() -> dict[str, dict[str, Any]]:
+def all_kernels() -> dict[str, dict[str, Any]]:
+    """What is in the kernels of every GPU, by their names."""
     return run("gpu_kernels.py")
+
+
+@pytest.fixture(scope="module")
+def kernels(all_kernels: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The same but for Blackwell, whose machine code is another."""
+    return {name: kernel for name, kernel in all_kernels.items() if not name.startswith("sm_100")}
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +82,12 @@ def test_every_kernel_keeps_to_registers_and_shared_memory(kernels: dict[str, di
         assert programs_per_sm(name, kernel) >= (2 if "16 rows" in name or "reduced" in name else 1), name
     decode = {name[:5]: programs_per_sm(name, kernel) for name, kernel in kernels.items() if "(8, 8, 1)" in name}
     assert decode["sm_90"] >= 3
+
+
+def test_nothing_spills_on_blackwell(all_kernels: dict[str, dict[str, Any]]) -> None:
+    blackwell = {name: kernel for name, kernel in all_kernels.items() if name.startswith("sm_100")}
+    assert len(blackwell) >= 8
+    assert {name: kernel["spilled"] for name, kernel in blackwell.items() if kernel["spilled"]} == {}
 
 
 def test_copies_of_the_next_tile_are_under_way_while_one_is_multiplied(kernels: dict[str, dict[str, Any]]) -> None:
