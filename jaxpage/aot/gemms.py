@@ -10,7 +10,6 @@ from jaxpage.ops.gemm_launch import GemmLaunch
 from jaxpage.runner.program_facts import entry_of
 from jaxpage.runner.program_traffic import bodies_of
 
-_LIBRARY_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__cudnn$")
 _ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "f8e4m3fn": 1, "s8": 1}
 
 
@@ -98,9 +97,7 @@ def main_launch(gemms: Sequence[Gemm]) -> GemmLaunch | None:
 
 def num_library_products(text: str) -> int:
     """Products that cuBLAS or cuDNN do."""
-    return sum(text.count(f'custom_call_target="{name}') for name in _LIBRARY_CALLS[2:]) + len(
-        re.findall(r'custom_call_target="__cublas\$(?:gemm|lt\$matmul)"', text)
-    )
+    return len(re.findall(r'custom_call_target="__(?:cublas|cudnn)\$', text))
 
 
 def _dot_in(body: str) -> str | None:
@@ -113,16 +110,15 @@ def _read(name: str, line: str, dot: str, body: str) -> Gemm:
     *_, tile_rows, tile_columns = (int(size) for size in tiling["output_tiles"][0]["sizes"])
     tile_depth = int(re.findall(r'backend_config=\{"sizes":\["(\d+)"\]', dot)[0])
     (result, sizes), (left, left_sizes), (_, right_sizes) = _shapes_of(dot, body)
-    summed, _ = (_numbers(dot, f"{side}_contracting_dims") for side in ("lhs", "rhs"))
-    grouped = [_numbers(dot, f"{side}_batch_dims") for side in ("lhs", "rhs")]
+    summed, grouped = _numbers(dot, "lhs_contracting_dims"), _numbers(dot, "lhs_batch_dims")
     sides = [
-        math.prod(size for axis, size in enumerate(own) if axis not in batch and axis not in contracted)
-        for own, batch, contracted in (
-            (left_sizes, grouped[0], summed),
-            (right_sizes, grouped[1], _numbers(dot, "rhs_contracting_dims")),
+        math.prod(size for axis, size in enumerate(own) if axis not in left_out)
+        for own, left_out in (
+            (left_sizes, summed + grouped),
+            (right_sizes, _numbers(dot, "rhs_contracting_dims") + _numbers(dot, "rhs_batch_dims")),
         )
     ]
-    parts = math.prod(left_sizes[axis] for axis in grouped[0])
+    parts = math.prod(left_sizes[axis] for axis in grouped)
     # Few rows are multiplied as float32 where the result is; what is read is what the program keeps.
     left = _kept_type(body, left_sizes) or left
     # Parts of one sum are written as float32 for another kernel to add; a product of several matrices is not.
