@@ -9,21 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_checks.sizes import LLAMA_8B
 
 COMPILER = Path(sys.prefix) / "gpu-compiler"
 """Where `scripts/setup.sh` puts JAX's compiler for GPUs."""
 NUM_LAYERS = 2
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-}
 DRAWS = ("GREEDY", "RANDOM", "FILTERED", "ANY")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from gpu_checks.sizes import LLAMA_8B
 from jax.sharding import Mesh
 
 from jaxpage.bench_roofline import floor_of, show
@@ -17,16 +18,6 @@ from jaxpage.runner.gpu_targets import TARGETS
 from jaxpage.runner.program_facts import bytes_of
 from jaxpage.runner.program_traffic import traffic_of
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-}
 WITHOUT_EMBEDDINGS = 8_030_261_248 - 128256 * 4096  # of its parameters
 
 
