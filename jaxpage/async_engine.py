@@ -17,15 +17,15 @@ import zmq
 import zmq.asyncio
 
 from jaxpage import wire
-from jaxpage.chat_template import ChatTemplates
 from jaxpage.config import EngineConfig
-from jaxpage.engine_process import EngineProcess, envelope, error_of
+from jaxpage.engine.process import EngineProcess, envelope, error_of
 from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
-from jaxpage.frontend import OpenRequest, Prompt, check_structure, open_request
 from jaxpage.metrics import Metrics
 from jaxpage.outputs import RequestOutput
+from jaxpage.requests.open_request import OpenRequest, Prompt, check_structure, open_request
 from jaxpage.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
-from jaxpage.tokenizer import Tokenizer, load_tokenizer
+from jaxpage.text.chat_template import ChatTemplates
+from jaxpage.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpage import bench_serve
-from jaxpage.bench import BENCHES
+from jaxpage.aot.gpu_compiler import find_gpu_compiler
+from jaxpage.bench import serve as bench_serve
+from jaxpage.bench.benches import BENCHES
 from jaxpage.config import EngineConfig, flag
 from jaxpage.errors import ConfigError, JaxpageError
-from jaxpage.gpu_compiler import find_gpu_compiler
 from jaxpage.options import add_fields, config_of, read_config_file
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.server_config import ServerConfig
@@ -137,7 +137,7 @@ def _serve(args: argparse.Namespace) -> int:
     args = argparse.Namespace(**from_file | given)
     engine_config = config_of(EngineConfig, args)
     if engine_config.process_id:
-        from jaxpage.follower import follow
+        from jaxpage.engine.follower import follow
 
         return follow(engine_config)
     from jaxpage.server.serve import serve
@@ -149,7 +149,7 @@ def _compile(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING)
     if args.target != "cpu":
         find_gpu_compiler()
-    from jaxpage.compiling import compile_programs
+    from jaxpage.aot.compile import compile_programs
 
     return compile_programs(config_of(EngineConfig, args), args.target, Path(args.out))
 
@@ -235,7 +235,7 @@ def _print_result(result: Mapping[str, Any], *, as_json: bool) -> None:
 def _roofline(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING)
     find_gpu_compiler()
-    from jaxpage.bench_roofline import roofline, show
+    from jaxpage.bench.roofline import roofline, show
 
     for name, values in (("batch", args.batch), ("context", [args.context])):
         if min(values) < 1:

@@ -12,12 +12,12 @@ from tqdm import tqdm
 
 from jaxpage import wire
 from jaxpage.config import EngineConfig
-from jaxpage.engine_process import EngineProcess, envelope, error_of
+from jaxpage.engine.process import EngineProcess, envelope, error_of
 from jaxpage.errors import EngineDeadError, RequestError
-from jaxpage.frontend import OpenRequest, Prompt, open_request
 from jaxpage.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from jaxpage.requests.open_request import OpenRequest, Prompt, open_request
 from jaxpage.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
-from jaxpage.tokenizer import load_tokenizer
+from jaxpage.text.tokenizer import load_tokenizer
 
 _POLL_MS = 250
 
@@ -26,7 +26,7 @@ class _LocalEngine:
     """The engine in the caller's process."""
 
     def __init__(self, config: EngineConfig) -> None:
-        from jaxpage.engine_core import EngineCore
+        from jaxpage.engine.core import EngineCore
 
         self._core = EngineCore(config)
         self.limits = self._core.ready

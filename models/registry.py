@@ -8,11 +8,11 @@ from typing import Any, Protocol, cast
 import jax
 import numpy as np
 
-from jaxpage.models import gemma, llama
-from jaxpage.models.checkpoint import Checkpoint
-from jaxpage.models.config import ModelConfig, UnsupportedModelError
-from jaxpage.models.params import Params
-from jaxpage.ops.attention import AttentionMetadata, KVCache
+from jaxpage.models.checkpoints.checkpoint import Checkpoint
+from jaxpage.models.families import gemma, llama
+from jaxpage.models.families.hf_config import ModelConfig, UnsupportedModelError
+from jaxpage.models.weights import Params
+from jaxpage.ops.attention.paged import AttentionMetadata, KVCache
 from jaxpage.ops.kv_spec import KVSpec
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from jaxpage.ops.launch import GPU, TUNED, next_power_of_two
+from jaxpage.ops.attention.launch import GPU, TUNED, next_power_of_two
 
 _SWAPPED_BELOW = 64
 """With fewer rows XLA swaps the operands, so that weights are the rows of the product (JAX 0.11.2)."""

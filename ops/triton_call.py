@@ -7,7 +7,7 @@ from typing import Any
 from jax.interpreters import partial_eval
 from triton.backends.nvidia import driver
 
-from jaxpage.ops.launch import GPU
+from jaxpage.ops.attention.launch import GPU
 
 if not hasattr(driver, "TMA_TF32"):
     # Triton 3.6, which GPU machines have: jax-triton asks for the name, for a kind of argument that is not used here.

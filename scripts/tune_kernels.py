@@ -24,8 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from gpu_checks.timing import chained, time_program
 
-from jaxpage.ops.attention_xla import paged_attention_xla
-from jaxpage.ops.launch import (
+from jaxpage.ops.attention.launch import (
     GPU,
     TUNED,
     AttentionLaunch,
@@ -33,6 +32,7 @@ from jaxpage.ops.launch import (
     choose_launch,
     next_power_of_two,
 )
+from jaxpage.ops.attention.paged_xla import paged_attention_xla
 
 BLOCK_SIZE = 16
 TOLERANCE = 1e-2
@@ -192,7 +192,7 @@ class Case:
     def _attention(self, launch: AttentionLaunch) -> Callable[..., jax.Array]:
         if self._gpu is None:
             return paged_attention_xla
-        from jaxpage.ops.attention_triton import paged_attention_triton
+        from jaxpage.ops.attention.paged_triton import paged_attention_triton
 
         return functools.partial(paged_attention_triton, gpu=self._gpu, launch=launch)
 

@@ -37,7 +37,7 @@ async def chat_completions(http_request: Request) -> Response:
     try:
         return await answer(http_request, request, [conversation.token_ids], conversation.params, form)
     except RequestError as error:
-        raise conversation.in_clients_words(error) from error
+        raise conversation.as_client_error(error) from error
 
 
 def _form(conversation: Conversation, num_top: int) -> Form:

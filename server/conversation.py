@@ -8,7 +8,7 @@
     reason = conversation.finish_reason(splitter, output.finish_reason)
 
 `converse` raises `RequestError` that names the field at fault, before anything runs; what the engine raises on
-admission goes through `conversation.in_clients_words`. What the deltas are is said in `splitter`. A route of another
+admission goes through `conversation.as_client_error`. What the deltas are is said in `splitter`. A route of another
 shape makes a `ChatRequest` of its own request first (`chat_protocol.chat_of`), and says its other options as `params`.
 """
 
@@ -68,7 +68,7 @@ class Conversation:
         """Why a choice has ended: "tool_calls" where the model has chosen to call, as OpenAI has it."""
         return "tool_calls" if reason == "stop" and splitter.has_calls and not self.names_function else reason
 
-    def in_clients_words(self, error: RequestError) -> RequestError:
+    def as_client_error(self, error: RequestError) -> RequestError:
         """The engine's refusal of a grammar that was made of the request's tools, by the field that it knows."""
         if self.enforces_calls and error.param in ("grammar", "structured_outputs"):
             return RequestError(f"tools: the parameters of a function cannot be enforced: {error}", "tools")

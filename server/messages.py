@@ -45,7 +45,7 @@ async def create_message(http_request: Request) -> Response:
     try:
         generation = await start(http_request, request, [conversation.token_ids], conversation.params, "msg")
     except RequestError as error:
-        raise conversation.in_clients_words(error) from error
+        raise conversation.as_client_error(error) from error
     splitter = conversation.splitter()
     request_id = record_of(http_request).request_id
     head = Message(

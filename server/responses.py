@@ -62,7 +62,7 @@ async def create_response(http_request: Request) -> Response:
     try:
         generation = await start(http_request, request, [conversation.token_ids], conversation.params, "resp")
     except RequestError as error:
-        raise conversation.in_clients_words(error) from error
+        raise conversation.as_client_error(error) from error
     turn = _Turn(request, service, messages, len(body), conversation.splitter())
     if request.stream:
         frames = named_frames(turn.events(generation), turn.failed)

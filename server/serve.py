@@ -29,7 +29,7 @@ from jaxpage.config import EngineConfig
 from jaxpage.errors import ConfigError, JaxpageError
 from jaxpage.server.app import build_app
 from jaxpage.server.service import Service
-from jaxpage.server.turnstile import PatientProtocol, Turnstile
+from jaxpage.server.turnstile import QueuedProtocol, Turnstile
 from jaxpage.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ async def run(engine: "AsyncEngine", listener: socket.socket, server_config: Ser
     app = build_app(engine, server_config)
     config = uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", functools.partial(PatientProtocol, Turnstile())),
+        http=cast("type[asyncio.Protocol]", functools.partial(QueuedProtocol, Turnstile())),
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -163,7 +163,7 @@ async def run_engine(service: Service, url: str, uds: str | None) -> None:
     print(f"listening on {where} while {model_name} loads", flush=True)
     try:
         await engine.start()
-        spare_the_collector()
+        freeze_gc()
         await engine.wait_ready()
         _ = service.dialect  # it logs what is chosen
     except JaxpageError as error:
@@ -229,7 +229,7 @@ def url_of(listener: socket.socket, config: ServerConfig) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def spare_the_collector() -> None:
+def freeze_gc() -> None:
     """What is there before serving stays: looking through it for garbage takes a tenth of a second each time.
 
     What a burst of requests brings is looked through in small pieces.

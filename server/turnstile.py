@@ -36,7 +36,7 @@ class Turnstile:
         enter()
 
 
-class PatientProtocol(HttpToolsProtocol):
+class QueuedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP connection, which waits at a turnstile before it reads a POST; other requests cost little.
 
     It closes on a request whose line and headers are longer than `MAX_HEAD_BYTES` and a packet or two.

@@ -8,7 +8,7 @@ reads them: 3 programs to an SM in decode, 1 in prefill, a tile's keys and value
 from collections.abc import Sequence
 
 from jaxpage.aot.card import Card
-from jaxpage.ops.launch import AttentionLaunch, AttentionShape, next_power_of_two
+from jaxpage.ops.attention.launch import AttentionLaunch, AttentionShape, next_power_of_two
 
 _DECODE_PROGRAMS_PER_SM, _PREFILL_PROGRAMS_PER_SM = 3, 1
 _EXPONENTS_PER_CLOCK = 16
@@ -34,9 +34,9 @@ def attention_seconds(
     if launch.spare_items == 0 and shape.max_query_len > launch.block_q:
         return begin + _compute_seconds(programs, shape, launch, card)
     seconds, left = begin, [tiles for tiles in programs for _ in range(shape.num_kv_heads)]
-    at_once = _DECODE_PROGRAMS_PER_SM * card.num_sms
+    branch_free = _DECODE_PROGRAMS_PER_SM * card.num_sms
     while left:
-        wave, left = left[:at_once], left[at_once:]
+        wave, left = left[:branch_free], left[branch_free:]
         # One tile is multiplied while the next is on its way.
         rate = min(card.dram_bytes_per_second, len(wave) * kv_bytes / card.dram_latency)
         seconds += sum(wave) * kv_bytes / rate

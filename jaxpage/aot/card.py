@@ -6,7 +6,7 @@ its 4.8, a large bf16 product does 790 TFLOP/s of its 989), and taken as the sam
 
 from dataclasses import dataclass
 
-from jaxpage.runner.gpu_targets import GPUTarget
+from jaxpage.aot.targets import GPUTarget
 
 _COPY_SHARE = 4.3 / 4.8
 _PRODUCT_SHARE = 790 / 989

@@ -17,7 +17,7 @@ from functools import cache
 
 from jaxpage.aot.card import Card
 from jaxpage.aot.gemms import Gemm
-from jaxpage.ops.launch import next_power_of_two
+from jaxpage.ops.attention.launch import next_power_of_two
 
 _OTHER_REGISTERS = 48
 """Of a thread, beside its part of the result: addresses, loop, fragments."""

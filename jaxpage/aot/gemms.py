@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxpage.aot.facts import entry_of
+from jaxpage.aot.traffic import bodies_of
 from jaxpage.ops.gemm_launch import GemmLaunch
-from jaxpage.runner.program_facts import entry_of
-from jaxpage.runner.program_traffic import bodies_of
 
 _ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "f8e4m3fn": 1, "s8": 1}
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from jaxpage.aot.card import Card
+from jaxpage.aot.facts import entry_of
 from jaxpage.aot.gemm_time import gemm_seconds
 from jaxpage.aot.gemms import Gemm, gemms_of
-from jaxpage.runner.program_facts import entry_of
-from jaxpage.runner.program_traffic import (
+from jaxpage.aot.traffic import (
     Instruction,
     arrays_of,
     bodies_of,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpage.kv_cache.manager import KVCacheManager
-from jaxpage.request import Request
+from jaxpage.requests.request import Request
 
 
 def take_snapshot(kv_cache: KVCacheManager, running: Sequence[Request]) -> dict[str, Any]:

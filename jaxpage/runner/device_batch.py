@@ -11,15 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpage.models.checkpoint import Checkpoint
-from jaxpage.models.params import Params, load_params
-from jaxpage.ops.attention import KVCache
-from jaxpage.request import Draw
-from jaxpage.runner.blueprint import Blueprint
+from jaxpage.models.checkpoints.checkpoint import Checkpoint
+from jaxpage.models.weights import Params, load_params
+from jaxpage.ops.attention.paged import KVCache
+from jaxpage.requests.request import SamplerKind
 from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.compiler import ProgramCompiler
 from jaxpage.runner.draw import StepResult
+from jaxpage.runner.engine_plan import EnginePlan
 from jaxpage.runner.plan import NO_EDITS, NUM_EDITS, pack_draws, pack_edits
-from jaxpage.runner.program_table import ProgramTable
 from jaxpage.runner.state import BatchState
 
 logger = logging.getLogger(__name__)
@@ -34,17 +34,17 @@ _ROOM_BYTES = [_SMALLEST_BYTES << size for size in range(5) for _ in range(4)]
 class DeviceBatch:
     """What lives on the devices of one engine. Not thread-safe: one thread runs programs."""
 
-    def __init__(self, blueprint: Blueprint, checkpoint: Checkpoint, programs: ProgramTable) -> None:
+    def __init__(self, engine_plan: EnginePlan, checkpoint: Checkpoint, programs: ProgramCompiler) -> None:
         """Loads the weights. Raises `ModelLoadError`."""
-        self._blueprint = blueprint
-        self._num_logits = blueprint.program_config.num_logits
+        self._blueprint = engine_plan
+        self._num_logits = engine_plan.program_config.num_logits
         self._programs = programs
         self._offloaded: Params | None = None
         """The weights while asleep."""
         self._last: Bucket | None = None
         """Of the last step."""
         self._no_masks: dict[int, jax.Array] = {}
-        """What `Draw.ANY` is told where there are none, by the rows of a step."""
+        """What `SamplerKind.ANY` is told where there are none, by the rows of a step."""
         self._edits: jax.Array | None = None
         """Those of the last step."""
         self._edits_may_repeat = False
@@ -52,18 +52,18 @@ class DeviceBatch:
         with ThreadPoolExecutor(1, thread_name_prefix="kv cache") as pool:
             kv_cache = pool.submit(lambda: programs.empty("kv_cache")())
             started = time.perf_counter()
-            self._params = load_params(blueprint.specs, checkpoint, blueprint.dtype, blueprint.mesh)
-            logger.info("weights loaded as %s in %.1f s", blueprint.dtype, time.perf_counter() - started)
+            self._params = load_params(engine_plan.specs, checkpoint, engine_plan.dtype, engine_plan.mesh)
+            logger.info("weights loaded as %s in %.1f s", engine_plan.dtype, time.perf_counter() - started)
             self.state: BatchState = programs.empty("state")()
             self._logits: dict[int, jax.Array] = programs.empty("logits")()
             """Of the last step of each size: see `DeviceShapes.logits`."""
             self._kv_cache: KVCache = kv_cache.result()
-        self._walls = self._make_room() if blueprint.mesh.devices.flat[0].platform != "cpu" else []
+        self._walls = self._make_room() if engine_plan.mesh.devices.flat[0].platform != "cpu" else []
 
     def run(self, program: str, packed: np.ndarray, variant: tuple[int, ...] = ()) -> Any:
         """Send a program of `runner.step` what it is told, and return at once, with what it gives besides the state.
 
-        variant: the numbers of a step's `Bucket` and its `Draw`, or an admission's capacity.
+        variant: the numbers of a step's `Bucket` and its `SamplerKind`, or an admission's capacity.
         """
         programs = self._programs
         told = self._edits_of(packed) if program == "step" else self._send(packed)
@@ -78,9 +78,9 @@ class DeviceBatch:
                     self._params, self._kv_cache, self.state, self._logits[number], told
                 )
                 self._last = bucket
-                return self._draw(Draw(kind), None)
+                return self._draw(SamplerKind(kind), None)
             case "redraw":
-                return self._draw(Draw.ANY, told)
+                return self._draw(SamplerKind.ANY, told)
             case "admit":
                 self.state = programs.admission(*variant)(self.state, told)
             case "fork":
@@ -93,13 +93,13 @@ class DeviceBatch:
                 return programs[program](self._params, self.state.hidden, told)
         return None
 
-    def _draw(self, kind: Draw, told: jax.Array | None) -> StepResult:
+    def _draw(self, kind: SamplerKind, told: jax.Array | None) -> StepResult:
         """Behind the last step."""
         assert self._last is not None
         bucket = self._last
         logits = self._logits[self._num_logits(bucket)]
         program = self._programs.draw(bucket, kind)
-        if kind is Draw.ANY and told is None:
+        if kind is SamplerKind.ANY and told is None:
             told = self._no_masks.get(bucket.num_rows)
             if told is None:
                 told = self._send(pack_draws(bucket.num_rows, logits.shape[1]))

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxpage.config import EngineConfig
 from jaxpage.errors import ConfigError
-from jaxpage.ops.attention import HEADS_AXIS
+from jaxpage.ops.attention.paged import HEADS_AXIS
 
 logger = logging.getLogger(__name__)
 

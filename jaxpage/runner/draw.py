@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxpage.ops.attention import Target
-from jaxpage.ops.processing import ProcessingState
-from jaxpage.ops.sampling import (
+from jaxpage.ops.attention.paged import Target
+from jaxpage.ops.sampling.processing import ProcessingState
+from jaxpage.ops.sampling.sampling import (
     SamplingState,
     TokenLogprobs,
     TokenMask,
@@ -17,7 +17,7 @@ from jaxpage.ops.sampling import (
     sample_random,
     token_logprobs,
 )
-from jaxpage.request import Draw
+from jaxpage.requests.request import SamplerKind
 from jaxpage.runner.plan import DRAW_AGAIN, FIRST_DRAW, UNDO_DRAW, rules_layout
 from jaxpage.runner.program_config import ProgramConfig
 from jaxpage.runner.state import BatchState
@@ -31,7 +31,9 @@ class StepResult:
 
     tokens: jax.Array  # [rows, draws] int32, -1 where there is none
     """Drafts kept and the token behind them; none where a prompt goes on."""
-    logprobs: TokenLogprobs | None  # of rows * draws, anything for those that do not ask; only `Draw.ANY` has them
+    logprobs: (
+        TokenLogprobs | None
+    )  # of rows * draws, anything for those that do not ask; only `SamplerKind.ANY` has them
     num_drafts: jax.Array | None  # [rows] int32, proposed for the next step; None without speculation
 
 
@@ -39,7 +41,7 @@ def draw_tokens(
     logits: jax.Array,
     state: BatchState,
     told: jax.Array | None,
-    kind: Draw,
+    kind: SamplerKind,
     num_draws: int,
     config: ProgramConfig,
     target: Target,
@@ -47,7 +49,7 @@ def draw_tokens(
     """Draw for every place of the step that `state.places` names, and count what it has computed.
 
     logits: [rows * num_draws, vocab] float32, behind the last known token of each row and behind its drafts.
-    told: `pack_draws` or, once they have drawn, `pack_redraws`; only for `Draw.ANY`.
+    told: `pack_draws` or, once they have drawn, `pack_redraws`; only for `SamplerKind.ANY`.
     """
     step = state.step_rows(logits.shape[0] // num_draws)
     rows, num_tokens, draws, num_checked = step.rows, step.num_tokens, step.draws, step.num_checked
@@ -68,10 +70,10 @@ def draw_tokens(
     with jax.named_scope("sample"):
         drawn = _sample(logits, *options, mask, kind, target)
     logprobs = None
-    if kind is Draw.ANY:
+    if kind is SamplerKind.ANY:
         with jax.named_scope("logprobs"):
             asked = jnp.where(wanted, state.num_logprobs[of_row], -1)
-            logprobs = token_logprobs(logits, drawn, asked, config.num_logprobs, at_once=target.at_once)
+            logprobs = token_logprobs(logits, drawn, asked, config.num_logprobs, branch_free=target.branch_free)
 
     drawn = drawn.reshape(-1, num_draws)
     drafts = state.token_ids.at[rows[:, None], known[:, :-1]].get(mode="clip")
@@ -83,7 +85,7 @@ def draw_tokens(
     if draft_state is not None and config.speculative is not None:
         with jax.named_scope("propose"):
             draft_state, token_ids, num_drafts = draft_state.propose(
-                *(token_ids, rows, num_known, draws, config.speculative), at_once=target.at_once
+                *(token_ids, rows, num_known, draws, config.speculative), branch_free=target.branch_free
             )
     num_computed = jnp.where(is_first, step.query_lens - num_checked + num_accepted, -undone)
     updated = dataclasses.replace(
@@ -102,18 +104,18 @@ def _sample(
     sampling: SamplingState,
     processing: ProcessingState,
     mask: TokenMask | None,
-    kind: Draw,
+    kind: SamplerKind,
     target: Target,
 ) -> jax.Array:
     match kind:
-        case Draw.GREEDY:
+        case SamplerKind.GREEDY:
             return sample_greedy(logits)
-        case Draw.RANDOM:
-            return sample_random(logits, sampling, target.place_logits, at_once=target.at_once, filtered=False)
-        case Draw.FILTERED:
-            return sample_random(logits, sampling, target.place_logits, at_once=target.at_once)
-        case Draw.ANY:
-            return sample(logits, sampling, processing, mask, target.place_logits, at_once=target.at_once)
+        case SamplerKind.RANDOM:
+            return sample_random(logits, sampling, target.place_logits, branch_free=target.branch_free, filtered=False)
+        case SamplerKind.FILTERED:
+            return sample_random(logits, sampling, target.place_logits, branch_free=target.branch_free)
+        case SamplerKind.ANY:
+            return sample(logits, sampling, processing, mask, target.place_logits, branch_free=target.branch_free)
 
 
 def _sampling_states(

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpage.ops.kv_spec import KVLayout
-from jaxpage.ops.token_rules import RulesLayout
-from jaxpage.request import Request
+from jaxpage.ops.sampling.token_rules import RulesLayout
+from jaxpage.requests.request import Request
 from jaxpage.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from jaxpage.scheduler import AdmittedRequest, SchedulerOutput
+from jaxpage.scheduler.scheduler import AdmittedRequest, SchedulerOutput
 
 _UNUSED = np.iinfo(np.int32).max
 """An index out of every array's range: scatters with mode="drop" write nowhere."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpage.runner.devices import send_back
 from jaxpage.runner.step_table import Ints
-from jaxpage.scheduler import PooledStates, PromptPiece, SchedulerOutput
+from jaxpage.scheduler.scheduler import PooledStates, PromptPiece, SchedulerOutput
 
 NUM_POOLED = 8
 """Requests that the program sums for at a time."""

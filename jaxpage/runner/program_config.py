@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from jaxpage.models.config import ModelConfig
+from jaxpage.models.families.hf_config import ModelConfig
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.own_processors import OwnProcessor
+from jaxpage.runner.logits_processors import OwnProcessor
 from jaxpage.speculative.config import SpeculativeConfig
 
 

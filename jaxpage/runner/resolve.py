@@ -9,9 +9,9 @@ import numpy as np
 from jaxpage.config import MAX_STEPS_IN_FLIGHT, EngineConfig, SizedConfig
 from jaxpage.errors import ConfigError
 from jaxpage.kv_cache.spec import num_blocks_for
-from jaxpage.models.config import ModelConfig
+from jaxpage.models.families.hf_config import ModelConfig
+from jaxpage.ops.attention.launch import MAX_SPLIT_BLOCK_M, PROGRAMS_PER_SM
 from jaxpage.ops.kv_spec import KVLayout
-from jaxpage.ops.launch import MAX_SPLIT_BLOCK_M, PROGRAMS_PER_SM
 from jaxpage.runner.scoring import NUM_SCORED_TOKENS
 
 logger = logging.getLogger(__name__)

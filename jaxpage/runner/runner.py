@@ -15,26 +15,26 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpage.aot.artifact import adopt_options, check_model
 from jaxpage.config import EngineConfig
+from jaxpage.engine.loops import Results
 from jaxpage.errors import RequestError
-from jaxpage.loops import Results
-from jaxpage.models.checkpoint import Checkpoint
-from jaxpage.models.packaged import cache_dir
-from jaxpage.request import Request
-from jaxpage.runner.artifact import adopt_options, check_model
-from jaxpage.runner.blueprint import draw_blueprint
+from jaxpage.models.checkpoints.checkpoint import Checkpoint
+from jaxpage.models.checkpoints.packaged import cache_dir
+from jaxpage.requests.request import Request
 from jaxpage.runner.compile_watch import num_compiles
+from jaxpage.runner.compiler import ProgramCompiler
 from jaxpage.runner.device_batch import DeviceBatch
 from jaxpage.runner.devices import free_bytes, join_processes, make_mesh, send_back
 from jaxpage.runner.draw import StepResult
+from jaxpage.runner.engine_plan import plan_engine
 from jaxpage.runner.followers import Followers, Launch, Leader, join_leader_or_followers
 from jaxpage.runner.plan import NO_EDITS, NUM_EDITS, pack_admission, pack_edits, pack_forks, pack_redraws, pack_rules
 from jaxpage.runner.pooling import Pools, dispatch_pools, fetch_pools
-from jaxpage.runner.program_table import ProgramTable
-from jaxpage.runner.programs import ProgramStore
+from jaxpage.runner.program_cache import ProgramCache
 from jaxpage.runner.scoring import Scores, dispatch_scores, fetch_scores, host_logprobs
 from jaxpage.runner.step_table import Ints, StepTable
-from jaxpage.scheduler import PromptPiece, SchedulerOutput
+from jaxpage.scheduler.scheduler import PromptPiece, SchedulerOutput
 from jaxpage.wire import TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -80,29 +80,34 @@ class Runner:
             _keep_freed_memory()
         if config.programs is not None:
             config = adopt_options(config, mesh)
-        blueprint = draw_blueprint(config, checkpoint, mesh, free_bytes)
+        engine_plan = plan_engine(config, checkpoint, mesh, free_bytes)
         folder = Path(config.compile_cache_dir) if config.compile_cache_dir else cache_dir() / "programs"
         if config.programs is not None:
             folder = Path(config.programs)
-            check_model(config.programs, blueprint)
-        self.blueprint = blueprint
-        self.model_config = blueprint.model_config
-        self.processors = blueprint.processors
-        self.layout = blueprint.layout
-        self.num_blocks = blueprint.num_blocks
-        self.max_model_len = blueprint.max_model_len
+            check_model(config.programs, engine_plan)
+        self.engine_plan = engine_plan
+        self.model_config = engine_plan.model_config
+        self.processors = engine_plan.processors
+        self.layout = engine_plan.layout
+        self.num_blocks = engine_plan.num_blocks
+        self.max_model_len = engine_plan.max_model_len
         # Other processes must have what this one runs, and what an artifact lacks must be told before serving.
         self._background = config.background_compile and config.num_processes == 1 and config.programs is None
         self._rehearses = device.platform != "cpu"
         self._strict = config.strict_shapes
         self._num_recompiles = 0
-        self._store = ProgramStore(folder, mesh, compiles=config.programs is None)
-        self._programs = ProgramTable(
-            self._store, blueprint.program_config, blueprint.shapes, blueprint.buckets, blueprint.makers, progress
+        self._store = ProgramCache(folder, mesh, compiles=config.programs is None)
+        self._programs = ProgramCompiler(
+            self._store,
+            engine_plan.program_config,
+            engine_plan.shapes,
+            engine_plan.buckets,
+            engine_plan.makers,
+            progress,
         )
         self._programs.wait_traced()
         try:
-            self._batch = DeviceBatch(blueprint, checkpoint, self._programs)
+            self._batch = DeviceBatch(engine_plan, checkpoint, self._programs)
         except BaseException:
             self._programs.give_up()
             raise
@@ -248,7 +253,7 @@ class Runner:
         requests, wants_logprobs = output.requests, output.wants_logprobs
         bucket = programs.bucket(output.num_tokens, len(output.rows), max(output.query_lens))
         packed = pack_edits(edits, NUM_EDITS) if edits.size else NO_EDITS
-        result = run("step", packed, (*dataclasses.astuple(bucket), output.draw))
+        result = run("step", packed, (*dataclasses.astuple(bucket), output.sampler_kind))
         _send_back(result, wants_logprobs)
         scores = None
         if any(map(_WANTS_SCORES, requests)):

@@ -12,11 +12,11 @@ import jax
 import msgspec
 import numpy as np
 
-from jaxpage.ops.sampling import TokenLogprobs as DeviceLogprobs
-from jaxpage.request import Request
+from jaxpage.ops.sampling.sampling import TokenLogprobs as DeviceLogprobs
+from jaxpage.requests.request import Request
 from jaxpage.runner.devices import send_back
 from jaxpage.runner.step_table import Ints
-from jaxpage.scheduler import PromptLogprobs, PromptPiece, SchedulerOutput
+from jaxpage.scheduler.scheduler import PromptLogprobs, PromptPiece, SchedulerOutput
 from jaxpage.wire import TokenLogprobs
 
 NUM_SCORED_TOKENS, NUM_SCORED_ROWS = 64, 4

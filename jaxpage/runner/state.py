@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.ops.attention import KVCache
+from jaxpage.ops.attention.paged import KVCache
 from jaxpage.ops.kv_spec import KVLayout
 from jaxpage.ops.running_sum import running_sum
 from jaxpage.speculative.drafts import DraftState, empty_drafts

@@ -25,18 +25,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpage.models.params import Params
+from jaxpage.aot.targets import compiler_options
 from jaxpage.models.registry import model_for
-from jaxpage.ops.attention import AttentionMetadata, KVCache, Target
+from jaxpage.models.weights import Params
+from jaxpage.ops.attention.kv_write import copy_blocks
+from jaxpage.ops.attention.launch import GPU
+from jaxpage.ops.attention.paged import AttentionMetadata, KVCache, Target
 from jaxpage.ops.gemm_launch import choose_gemms, tuned_gemms
-from jaxpage.ops.kv_write import copy_blocks
-from jaxpage.ops.launch import GPU
-from jaxpage.ops.sampling import TokenLogprobs, logprobs_at
-from jaxpage.ops.sampling import draw as sampling_draw
-from jaxpage.request import Draw
+from jaxpage.ops.sampling.sampling import TokenLogprobs, logprobs_at
+from jaxpage.ops.sampling.sampling import draw as sampling_draw
+from jaxpage.requests.request import SamplerKind
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.draw import StepResult, draw_tokens
-from jaxpage.runner.gpu_targets import compiler_options
 from jaxpage.runner.plan import unpack_admission, unpack_forks
 from jaxpage.runner.program_config import ProgramConfig
 from jaxpage.runner.state import BatchState, StepRows
@@ -153,11 +153,11 @@ def compile_rules(state: Any, packed: Any) -> jax.stages.Compiled:
 
 
 def compile_draw(
-    config: ProgramConfig, kind: Draw, num_draws: int, logits: Any, state: Any, told: Any
+    config: ProgramConfig, kind: SamplerKind, num_draws: int, logits: Any, state: Any, told: Any
 ) -> jax.stages.Compiled:
     """Compile `(logits, state, told) -> (state, StepResult)` behind a step of as many places.
 
-    logits: [rows * num_draws, vocab] float32. told: packed, None but for `Draw.ANY`. state is donated.
+    logits: [rows * num_draws, vocab] float32. told: packed, None but for `SamplerKind.ANY`. state is donated.
     """
     mesh = logits.sharding.mesh
     target = _target_of(mesh)
@@ -248,7 +248,7 @@ def compile_sampler(logits: Any, sampling: Any) -> jax.stages.Compiled:
     It is what serves on the device that the logits lie on.
     """
     device = next(iter(logits.sharding.device_set))
-    return _compiled(jax.jit(partial(sampling_draw, at_once=device.platform == "gpu")), logits, sampling)
+    return _compiled(jax.jit(partial(sampling_draw, branch_free=device.platform == "gpu")), logits, sampling)
 
 
 def compile_empty(make: Callable[[], Any], shapes: Any) -> jax.stages.Compiled:
@@ -308,7 +308,9 @@ def _fork(kv_cache: KVCache, state: BatchState, packed: jax.Array, target: Targe
     copied["block_tables"] = jax.vmap(copy_rows)(state.block_tables)
     last = copied["num_tokens"].at[copy].get(mode="clip") - 1
     copied["token_ids"] = copied["token_ids"].at[copy, last].set(token_id, mode="drop")
-    buffers = copy_blocks(kv_cache.buffers, plan.copies[0], plan.copies[1], plan.num_copies, at_once=target.at_once)
+    buffers = copy_blocks(
+        kv_cache.buffers, plan.copies[0], plan.copies[1], plan.num_copies, branch_free=target.branch_free
+    )
     return dataclasses.replace(kv_cache, buffers=buffers), dataclasses.replace(state, **copied)
 
 

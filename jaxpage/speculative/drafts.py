@@ -48,16 +48,16 @@ class DraftState:
         draws: jax.Array,
         config: SpeculativeConfig,
         *,
-        at_once: bool,
+        branch_free: bool,
     ) -> tuple["DraftState", jax.Array, jax.Array]:
         """New drafts behind the tokens of the rows that have drawn: the state, `token_ids` with them, and how many.
 
-        token_ids: [batch rows, max_model_len] int32; rows, num_tokens: [rows] int32; draws: [rows] bool; at_once: see
-        `ngram.propose`.
+        token_ids: [batch rows, max_model_len] int32; rows, num_tokens: [rows] int32; draws: [rows] bool;
+        branch_free: see `ngram.propose`.
         """
         num_rows, places = token_ids.shape[0], jnp.arange(config.num_speculative_tokens)
         wanted = draws & (self.draft_end[rows] > num_tokens)
-        drafts, found = propose(token_ids, rows, jnp.where(wanted, num_tokens, 0), config, at_once=at_once)
+        drafts, found = propose(token_ids, rows, jnp.where(wanted, num_tokens, 0), config, branch_free=branch_free)
         room = jnp.minimum(self.draft_end[rows] - num_tokens, config.num_speculative_tokens)
         num_drafts = jnp.where(wanted & found, room, 0)
         target = jnp.where(places < num_drafts[:, None], rows[:, None], num_rows)

@@ -14,7 +14,12 @@ _TILE = 512
 
 
 def propose(
-    token_ids: jax.Array, rows: jax.Array, num_tokens: jax.Array, config: SpeculativeConfig, *, at_once: bool = False
+    token_ids: jax.Array,
+    rows: jax.Array,
+    num_tokens: jax.Array,
+    config: SpeculativeConfig,
+    *,
+    branch_free: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Drafts behind the first `num_tokens` of each row, as [rows, num_speculative_tokens] int32, and which have any.
 
@@ -23,7 +28,7 @@ def propose(
     unknown length, the host of a GPU would wait for the device.
     """
     longest, max_model_len = config.prompt_lookup_max, token_ids.shape[1]
-    tile, back = max_model_len if at_once else min(_TILE, max_model_len), jnp.arange(longest)
+    tile, back = max_model_len if branch_free else min(_TILE, max_model_len), jnp.arange(longest)
 
     def tokens_at(positions: jax.Array) -> jax.Array:
         return token_ids[rows[:, None], jnp.clip(positions, 0, max_model_len - 1)]
@@ -43,7 +48,7 @@ def propose(
         return jnp.maximum(best, jnp.max(found, axis=1))
 
     best = jnp.full(rows.shape[0], -1, jnp.int32)
-    best = jax.lax.fori_loop(0, 1 if at_once else -(-jnp.max(num_tokens) // tile), look, best)
+    best = jax.lax.fori_loop(0, 1 if branch_free else -(-jnp.max(num_tokens) // tile), look, best)
     end = (best % max_model_len)[:, None]
     period = jnp.maximum(last - end, 1)
     drafts = tokens_at(end + 1 + jnp.arange(config.num_speculative_tokens) % period)

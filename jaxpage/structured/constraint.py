@@ -20,7 +20,7 @@ from jaxpage.sampling_params import StructuredOutputsParams
 from jaxpage.structured.grammar import grammar_of
 
 if TYPE_CHECKING:
-    from jaxpage.tokenizer import Tokenizer
+    from jaxpage.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

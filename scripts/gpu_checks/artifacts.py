@@ -9,7 +9,7 @@ import jax
 from gpu_checks.child import Context, Row
 from gpu_checks.device import target_name
 from gpu_checks.serving import engine_options, few_buckets, open_engine, rows_of, warm_up
-from jaxpage.gpu_compiler import find_gpu_compiler
+from jaxpage.aot.gpu_compiler import find_gpu_compiler
 
 MOST_OF_COMPILED_HERE = 1.15
 """Times a step of an engine that compiled here."""
@@ -24,7 +24,7 @@ def compile_artifact(context: Context) -> Iterator[Row]:
         return
     if target != "cpu":
         find_gpu_compiler()
-    from jaxpage.compiling import compile_programs
+    from jaxpage.aot.compile import compile_programs
     from jaxpage.config import EngineConfig
 
     started = time.monotonic()
@@ -58,7 +58,7 @@ def artifact(context: Context) -> Iterator[Row]:
 
 def _target_found(context: Context) -> str | None:
     """This process has no GPU: the part `machine` had."""
-    from jaxpage.runner.gpu_targets import TARGETS
+    from jaxpage.aot.targets import TARGETS
 
     device = next((row["device"] for row in _rows(context, "machine") if "device" in row), None)
     return next((name for name, target in TARGETS.items() if target.name == device), None)

@@ -13,7 +13,7 @@ from gpu_checks.child import Context, Row
 from gpu_checks.device import attention_of, bytes_per_second, flops_per_second, gpu_of, l2_bytes
 from gpu_checks.sizes import Sizes
 from gpu_checks.timing import Timing, chained, num_inside, num_sets, time_program
-from jaxpage.ops.launch import GPU, AttentionLaunch
+from jaxpage.ops.attention.launch import GPU, AttentionLaunch
 from jaxpage.runner.buckets import choose_bucket, make_buckets
 
 BLOCK_SIZE = 16

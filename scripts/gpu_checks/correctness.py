@@ -16,7 +16,7 @@ from ragged import Attention, Batch, make_batch
 from gpu_checks.child import Context, Row
 from gpu_checks.device import attention_of, gpu_of, kv_write_of
 from gpu_checks.sizes import Sizes
-from jaxpage.ops.kv_write import rotate_and_write_kv
+from jaxpage.ops.attention.kv_write import rotate_and_write_kv
 
 TOLERANCE = 1e-2
 """Norm of the error to norm of the result: bfloat16 keeps 8 bits."""

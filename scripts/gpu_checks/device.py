@@ -7,10 +7,10 @@ from typing import Any
 import jax
 
 from gpu_checks.child import Context
-from jaxpage.ops.attention_xla import paged_attention_xla
-from jaxpage.ops.kv_write import rotate_and_write_kv
-from jaxpage.ops.launch import GPU, AttentionLaunch
-from jaxpage.runner.gpu_targets import TARGETS, GPUTarget
+from jaxpage.aot.targets import TARGETS, GPUTarget
+from jaxpage.ops.attention.kv_write import rotate_and_write_kv
+from jaxpage.ops.attention.launch import GPU, AttentionLaunch
+from jaxpage.ops.attention.paged_xla import paged_attention_xla
 
 
 def gpu_of(context: Context) -> GPU | None:
@@ -60,7 +60,7 @@ def attention_of(gpu: GPU | None, launch: AttentionLaunch | None = None) -> Call
     """The kernel that an engine runs here, in the launch that it would choose, or in another."""
     if gpu is None:
         return paged_attention_xla
-    from jaxpage.ops.attention_triton import paged_attention_triton
+    from jaxpage.ops.attention.paged_triton import paged_attention_triton
 
     return functools.partial(paged_attention_triton, gpu=gpu, launch=launch)
 
@@ -69,6 +69,6 @@ def kv_write_of(gpu: GPU | None) -> Callable[..., Any]:
     """The same of what writes keys and values."""
     if gpu is None:
         return rotate_and_write_kv
-    from jaxpage.ops.kv_write_triton import rotate_and_write_kv_triton
+    from jaxpage.ops.attention.kv_write_triton import rotate_and_write_kv_triton
 
     return functools.partial(rotate_and_write_kv_triton, gpu=gpu)

@@ -12,7 +12,7 @@ from gpu_checks.products import products_of
 from gpu_checks.serving import decoding, in_mode, measure, memory_gib, open_engine, rows_of, warm_up
 from gpu_checks.tracing import read_trace
 from jaxpage.config import LOOP_NAMES
-from jaxpage.engine_core import EngineCore
+from jaxpage.engine.core import EngineCore
 
 DRAWS = {
     "greedy": {"temperature": 0.0},

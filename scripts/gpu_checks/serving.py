@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from gpu_checks.child import Context, Row
-from jaxpage.bench_roofline import floor_of
+from jaxpage.bench.roofline import floor_of
 from jaxpage.config import EngineConfig
-from jaxpage.engine_core import EngineCore
-from jaxpage.loops import LOOPS
+from jaxpage.engine.core import EngineCore
+from jaxpage.engine.loops import LOOPS
 from jaxpage.runner.buckets import Bucket, choose_bucket, make_buckets
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.wire import AddRequest, TokenOutput
@@ -60,7 +60,7 @@ def few_buckets(batches: dict[int, int]) -> Iterator[None]:
         prompts = max(bucket for bucket in table if bucket.takes_any_query)
         return sorted({*decode, prompts})
 
-    with patch("jaxpage.runner.blueprint.make_buckets", needed):
+    with patch("jaxpage.runner.engine_plan.make_buckets", needed):
         yield
 
 
@@ -99,7 +99,7 @@ def measure(context: Context, core: EngineCore, rows: int, params: dict[str, Any
     seconds = statistics.median(full)
     num_steps = max(core.loop.num_steps - steps_before, 1)
     host = {name: (spent - seconds_before[name]) / num_steps for name, spent in core.loop.seconds.items()}
-    floor = floor_of(core.runner.blueprint, rows, prompt_len + sizes.num_steps)
+    floor = floor_of(core.runner.engine_plan, rows, prompt_len + sizes.num_steps)
     return {
         "seconds": seconds,
         "bytes": floor.num_bytes,

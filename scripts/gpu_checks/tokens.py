@@ -13,7 +13,7 @@ from pathlib import Path
 from gpu_checks.child import Context, Row
 from gpu_checks.serving import GREEDY, few_buckets, steps_of
 from jaxpage.config import EngineConfig
-from jaxpage.engine_core import EngineCore
+from jaxpage.engine.core import EngineCore
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.wire import AddRequest
 

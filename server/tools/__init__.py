@@ -4,7 +4,7 @@ hermes        <tool_call>{"name": "f", "arguments": {...}}</tool_call>          
 llama3_json   {"name": "f", "parameters": {...}}; {...}                                Llama 3.1 to 3.3
 mistral       [TOOL_CALLS][{"name": "f", "arguments": {...}}] or [TOOL_CALLS]f[ARGS]{...}
 pythonic      [f(a="x"), g(b=1)]                                                       Llama 3.2 and 4
-json          [{"name": "f", "parameters": {...}}]               any model, told so by `jaxpage.tool_prompt`
+json          [{"name": "f", "parameters": {...}}]               any model, told so by `jaxpage.text.tool_prompt`
 """
 
 from collections.abc import Mapping

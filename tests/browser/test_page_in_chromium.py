@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from fake_engine import CHAT_TEMPLATE, FakeEngine, Script
 from served import served, wait_until
 
-from jaxpage.chat_template import ChatTemplates
 from jaxpage.server.app import build_app
 from jaxpage.server_config import ServerConfig
+from jaxpage.text.chat_template import ChatTemplates
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: ./scripts/test_browser")
 expect = playwright.expect

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from jaxpage import LLM
-from jaxpage.engine_core import EngineCore
+from jaxpage.engine.core import EngineCore
+from jaxpage.engine.loops import LOOPS
 from jaxpage.kv_cache.manager import KVCacheManager
-from jaxpage.loops import LOOPS
-from jaxpage.scheduler import Scheduler
+from jaxpage.scheduler.scheduler import Scheduler
 
 
 def core_of(llm: LLM) -> EngineCore:
@@ -32,7 +32,7 @@ def exchanged_host(
     At the end nothing may be left running.
     """
     core = core_of(llm)
-    config, runner, loop = core.runner.blueprint.config, core.runner, core.loop
+    config, runner, loop = core.runner.engine_plan.config, core.runner, core.loop
     max_step_tokens = config.max_step_tokens
     kv_cache = KVCacheManager(
         num_blocks or runner.num_blocks, runner.layout, max_step_tokens=max_step_tokens, enable_prefix_caching=caching

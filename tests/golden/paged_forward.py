@@ -14,12 +14,12 @@ from jax.sharding import Mesh
 
 from jaxpage.kv_cache.block_pool import NULL_BLOCK_ID
 from jaxpage.kv_cache.spec import plan_layout
-from jaxpage.models import gemma, layers, llama
-from jaxpage.models.loading import open_checkpoint
-from jaxpage.models.params import load_params
+from jaxpage.models.checkpoints.open import open_checkpoint
+from jaxpage.models.families import gemma, layers, llama
 from jaxpage.models.registry import resolve_model
-from jaxpage.ops import attention
-from jaxpage.ops.attention import AttentionMetadata
+from jaxpage.models.weights import load_params
+from jaxpage.ops.attention import paged as attention
+from jaxpage.ops.attention.paged import AttentionMetadata
 from jaxpage.ops.kv_spec import KVLayout
 from jaxpage.runner.state import empty_kv_cache
 

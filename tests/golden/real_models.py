@@ -14,9 +14,9 @@ import pytest
 from host import core_of, exchanged_host
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.engine_core import EngineCore
+from jaxpage.engine.core import EngineCore
 from jaxpage.outputs import RequestOutput
-from jaxpage.scheduler import Scheduler
+from jaxpage.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 MAX_STEP_TOKENS = 128

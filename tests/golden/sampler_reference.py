@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.ops.processing import LAST_RESORT, ProcessingState
-from jaxpage.ops.sampling import SamplingState, exponential_noise
+from jaxpage.ops.sampling.processing import LAST_RESORT, ProcessingState
+from jaxpage.ops.sampling.sampling import SamplingState, exponential_noise
 from jaxpage.runner.plan import rules_layout
 
 NUM_STOPS = 4

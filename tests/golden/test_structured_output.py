@@ -10,7 +10,7 @@ import pytest
 from real_models import Model, open_model
 
 from jaxpage import RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
-from jaxpage.loops import LOOPS
+from jaxpage.engine.loops import LOOPS
 
 NUM_SEEDS, FULL_NUM_SEEDS = 1, 20
 

@@ -10,11 +10,11 @@ import pytest
 import tiny
 from tiny_engine import MAX_STEP_TOKENS, open_engine
 
-from jaxpage.engine_core import EngineCore
+from jaxpage.engine.core import EngineCore
+from jaxpage.engine.loops import ResidentLoop
 from jaxpage.kv_cache.manager import KVCacheManager
-from jaxpage.loops import ResidentLoop
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.scheduler import Scheduler
+from jaxpage.scheduler.scheduler import Scheduler
 from jaxpage.wire import AddRequest, BeamOutput, BeamSequence
 
 CASES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("beam_search.json").read_text("utf-8"))["cases"]

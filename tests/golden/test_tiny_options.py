@@ -309,5 +309,5 @@ def test_b13_minimum_length_holds_back_every_way_to_end(two_ends: LLM, end: str)
 
     ignored = run(max_tokens=8, ignore_eos=True, **towards_end)
     assert (ignored.token_ids, ignored.finish_reason) == ([ord(end)] * 8, "length")
-    at_once = run(max_tokens=8, **towards_end)
-    assert (at_once.text, at_once.finish_reason, len(at_once.token_ids)) == ("", "stop", 1)
+    branch_free = run(max_tokens=8, **towards_end)
+    assert (branch_free.text, branch_free.finish_reason, len(branch_free.token_ids)) == ("", "stop", 1)

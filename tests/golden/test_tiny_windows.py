@@ -10,11 +10,11 @@ import pytest
 import tiny
 from tiny_engine import MAX_STEP_TOKENS, open_engine
 
-from jaxpage.engine_core import EngineCore
+from jaxpage.engine.core import EngineCore
+from jaxpage.engine.loops import ResidentLoop
 from jaxpage.kv_cache.manager import KVCacheManager
-from jaxpage.loops import ResidentLoop
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.scheduler import Scheduler
+from jaxpage.scheduler.scheduler import Scheduler
 from jaxpage.wire import AddRequest, TokenOutput, sequence_id
 
 GOLDEN = np.load(Path(__file__).with_name("tiny_logits.npz"))

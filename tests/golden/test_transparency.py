@@ -6,7 +6,7 @@ import pytest
 from real_models import BLOCK_SIZE, CASES, Model, open_model
 
 from jaxpage import SamplingParams
-from jaxpage.loops import LOOPS
+from jaxpage.engine.loops import LOOPS
 from jaxpage.outputs import RequestOutput
 
 NUM_TOKENS = 6

@@ -9,8 +9,8 @@ import pytest
 from real_models import CASES, Model, open_model
 
 from jaxpage import RequestOutput, SamplingParams, StructuredOutputsParams
-from jaxpage.frontend import open_request
-from jaxpage.loops import LOOPS
+from jaxpage.engine.loops import LOOPS
+from jaxpage.requests.open_request import open_request
 
 NUM_REQUESTS, FULL_NUM_REQUESTS = 40, 200
 STRUCTURES = (

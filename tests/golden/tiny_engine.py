@@ -5,7 +5,7 @@ from pathlib import Path
 import tiny
 
 from jaxpage.config import EngineConfig
-from jaxpage.engine_core import EngineCore
+from jaxpage.engine.core import EngineCore
 
 MAX_STEP_TOKENS = 64
 

@@ -69,13 +69,13 @@ def measure(options: dict[str, Any], num_steps: int, profile: bool) -> dict[str,
 
     see_devices()
     from jaxpage.config import EngineConfig
-    from jaxpage.engine_core import EngineCore
-    from jaxpage.loops import spare_the_collector
+    from jaxpage.engine.core import EngineCore
+    from jaxpage.engine.loops import freeze_gc
     from jaxpage.sampling_params import SamplingParams
     from jaxpage.wire import AddRequest
 
     core, driver = EngineCore(EngineConfig(strict_shapes=True, **options)), Driver()
-    spare_the_collector()
+    freeze_gc()
     num_rows = options["max_num_seqs"]
     for index in range(num_rows):  # rows begin their blocks in different steps
         prompt = [5] * (3 + index % BLOCK_SIZE)
@@ -121,7 +121,7 @@ def main() -> None:
     from described import A_LITTLE_MEMORY
     from described_machine import build_libraries, environment_there, why_not
 
-    from jaxpage.runner.gpu_targets import TARGETS
+    from jaxpage.aot.targets import TARGETS
 
     if (why := why_not()) is not None:
         sys.exit(why)

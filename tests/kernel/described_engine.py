@@ -16,7 +16,7 @@ import jax
 from jax._src import hardware_utils
 
 from jaxpage.config import EngineConfig
-from jaxpage.engine_core import EngineCore
+from jaxpage.engine.core import EngineCore
 from jaxpage.errors import ConfigError
 from jaxpage.runner.step import trace_counts
 from jaxpage.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import triton
 
-from jaxpage.runner.gpu_targets import GPUTarget
+from jaxpage.aot.targets import GPUTarget
 
 COMPILER = Path(sys.prefix) / "gpu-compiler"
 HEADERS = Path(triton.__file__).parent / "backends/nvidia/include"

@@ -18,8 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jaxpage.ops import attention_triton
-from jaxpage.ops.launch import GPU
+from jaxpage.ops.attention import paged_triton
+from jaxpage.ops.attention.launch import GPU
 from jaxpage.ops.triton_call import backend_options
 
 GPUS = tuple(GPU(num_sms, capability) for num_sms, capability in ((108, 80), (132, 90), (148, 100)))
@@ -37,7 +37,7 @@ def calls() -> Iterator[tuple[str, dict[str, Any]]]:
         recorded.append({"kernel": kernel, "args": args, "out_type": out_type, **launch})
         return jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), out_type)
 
-    attention_triton.triton_call = record
+    paged_triton.triton_call = record
     shape = jax.ShapeDtypeStruct
     int32, bfloat16 = partial(shape, dtype=jnp.int32), partial(shape, dtype=jnp.bfloat16)
     for gpu in GPUS:
@@ -57,7 +57,7 @@ def calls() -> Iterator[tuple[str, dict[str, Any]]]:
             statics = {name: value for name, value in options.items() if not hasattr(value, "shape")}
             jax.eval_shape(
                 partial(
-                    attention_triton.paged_attention_triton, max_query_len=max_query_len, scale=0.1, gpu=gpu, **statics
+                    paged_triton.paged_attention_triton, max_query_len=max_query_len, scale=0.1, gpu=gpu, **statics
                 ),
                 bfloat16((num_tokens, 8 * group, head_dim)),
                 shape((1024, 2, 16, 8, head_dim), kv_dtype),

@@ -20,20 +20,20 @@ import jax
 import numpy as np
 from jax.experimental import serialize_executable
 
+from jaxpage.aot.facts import entry_of, facts_of
 from jaxpage.aot.gemms import gemms_of
+from jaxpage.aot.targets import TARGETS, compiler_options, described_mesh
 from jaxpage.config import EngineConfig
-from jaxpage.models.config_only import ConfigOnly
-from jaxpage.ops import attention_triton, kv_write_triton
-from jaxpage.ops.sampling import SamplingState
-from jaxpage.request import Draw
+from jaxpage.models.checkpoints.weightless import ConfigOnly
+from jaxpage.ops.attention import kv_write_triton, paged_triton
+from jaxpage.ops.sampling.sampling import SamplingState
+from jaxpage.requests.request import SamplerKind
 from jaxpage.runner import step
-from jaxpage.runner.blueprint import Blueprint, draw_blueprint
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.gpu_targets import TARGETS, compiler_options, described_mesh
+from jaxpage.runner.compiler import draw_arguments, step_arguments
+from jaxpage.runner.engine_plan import EnginePlan, plan_engine
 from jaxpage.runner.plan import empty_forks
 from jaxpage.runner.pooling import NUM_POOLED
-from jaxpage.runner.program_facts import entry_of, facts_of
-from jaxpage.runner.program_table import draw_arguments, step_arguments
 from jaxpage.runner.scoring import NUM_SCORED_ROWS, NUM_SCORED_TOKENS
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE = 2, 2048, 16
@@ -71,17 +71,17 @@ class Config(ConfigOnly):
         self.path, self.config, self.generation_config = Path("config"), config, {}
 
 
-def blueprint(
+def engine_plan(
     hf: dict[str, Any], options: dict[str, Any], target: str, num_gpus: int, num_blocks: int = NUM_BLOCKS
-) -> Blueprint:
+) -> EnginePlan:
     config = EngineConfig(
         tensor_parallel_size=num_gpus, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=4096, **options
     )
     mesh = described_mesh(TARGETS[target], num_gpus)
-    return draw_blueprint(config, Config(hf), mesh, lambda _: TARGETS[target].pool_bytes)
+    return plan_engine(config, Config(hf), mesh, lambda _: TARGETS[target].pool_bytes)
 
 
-def describe_step(it: Blueprint, bucket: Bucket) -> dict[str, Any]:
+def describe_step(it: EnginePlan, bucket: Bucket) -> dict[str, Any]:
     """Compile a step, and say what it is made of."""
     arguments = step_arguments(it.shapes, it.program_config, bucket)
     program = step.compile_step(it.program_config, bucket, *arguments)
@@ -98,20 +98,20 @@ def describe_step(it: Blueprint, bucket: Bucket) -> dict[str, Any]:
     }
 
 
-def describe_fork(it: Blueprint) -> dict[str, Any]:
+def describe_fork(it: EnginePlan) -> dict[str, Any]:
     """The same of what copies rows and blocks."""
     forks = empty_forks(it.config.max_num_seqs, 1)
     return describe_with_cache(it, step.compile_fork(it.shapes.kv_cache, it.shapes.state, forks))
 
 
-def describe_with_cache(it: Blueprint, program: jax.stages.Compiled) -> dict[str, Any]:
+def describe_with_cache(it: EnginePlan, program: jax.stages.Compiled) -> dict[str, Any]:
     return describe(program) | {
         "kv_copies": len(re.findall(rf"{KV_SHAPE}[^\n]* copy(?:-start)?\(", program.as_text() or "")),
         "num_donated": len(jax.tree.leaves((it.shapes.kv_cache, it.shapes.state))),
     }
 
 
-def describe_draw(it: Blueprint, kind: Draw) -> dict[str, Any]:
+def describe_draw(it: EnginePlan, kind: SamplerKind) -> dict[str, Any]:
     """The same of a draw behind the largest decode, which checks drafts if there are any."""
     num_rows, num_draws = it.config.max_num_seqs, 1 + it.config.max_drafts
     arguments = draw_arguments(it.shapes, it.program_config, num_rows, num_draws, kind)
@@ -119,7 +119,7 @@ def describe_draw(it: Blueprint, kind: Draw) -> dict[str, Any]:
     return describe(program) | {"num_rows": num_rows, "num_donated": len(jax.tree.leaves(it.shapes.state))}
 
 
-def describe_small(it: Blueprint) -> dict[str, Any]:
+def describe_small(it: EnginePlan) -> dict[str, Any]:
     """The same of the programs that look at hidden states, by their names."""
     config, params, hidden = it.program_config, it.shapes.params, it.shapes.state.hidden
     scored, rows = np.zeros((2, NUM_SCORED_TOKENS), np.int32), np.zeros(NUM_SCORED_ROWS, np.int32)
@@ -130,10 +130,10 @@ def describe_small(it: Blueprint) -> dict[str, Any]:
     }
 
 
-def describe_sampler(it: Blueprint) -> dict[str, Any]:
+def describe_sampler(it: EnginePlan) -> dict[str, Any]:
     """The same of the draw that `jaxpage bench sampler` measures by itself."""
     num_rows = it.config.max_num_seqs
-    logits, _, _ = draw_arguments(it.shapes, it.program_config, num_rows, 1, Draw.FILTERED)
+    logits, _, _ = draw_arguments(it.shapes, it.program_config, num_rows, 1, SamplerKind.FILTERED)
     floats, ints = (jax.ShapeDtypeStruct((num_rows,), dtype) for dtype in (np.float32, np.int32))
     seed = jax.ShapeDtypeStruct((num_rows, 2), np.uint32)
     sampling: Any = SamplingState(floats, ints, floats, floats, seed, ints)
@@ -146,7 +146,7 @@ def describe(program: jax.stages.Compiled) -> dict[str, Any]:
     return dataclasses.asdict(facts_of(program)) | {"serialized_bytes": len(serialized), "gemms": gemms}
 
 
-KERNELS = (attention_triton._attention_kernel, attention_triton._reduce_kernel, kv_write_triton._kernel)
+KERNELS = (paged_triton._attention_kernel, paged_triton._reduce_kernel, kv_write_triton._kernel)
 
 
 class Structure:
@@ -189,10 +189,10 @@ done
 """
 
 
-def engines() -> Iterator[tuple[str, Blueprint]]:
+def engines() -> Iterator[tuple[str, EnginePlan]]:
     for target, num_gpus in (("h200", 1), ("h200", 8), ("a100", 1)):
-        yield f"large {target} x {num_gpus}", blueprint(LARGE, LARGE_OPTIONS, target, num_gpus)
-        yield f"small {target} x {num_gpus}", blueprint(SMALL, SMALL_OPTIONS, target, num_gpus)
+        yield f"large {target} x {num_gpus}", engine_plan(LARGE, LARGE_OPTIONS, target, num_gpus)
+        yield f"small {target} x {num_gpus}", engine_plan(SMALL, SMALL_OPTIONS, target, num_gpus)
 
 
 def name_of(bucket: Bucket) -> str:
@@ -211,11 +211,12 @@ if __name__ == "__main__":
                 for bucket in it.buckets
             }
             draws = {
-                kind.name: {name: pool.submit(describe_draw, it, kind) for name, it in its.items()} for kind in Draw
+                kind.name: {name: pool.submit(describe_draw, it, kind) for name, it in its.items()}
+                for kind in SamplerKind
             }
-            speculating = blueprint(SMALL, SMALL_OPTIONS | {"speculative_config": SPECULATIVE}, "h200", 1)
-            draft = pool.submit(describe_draw, speculating, Draw.GREEDY)
-            full = blueprint(LARGE, LARGE_OPTIONS, "h200", 1, num_blocks=FULL_BLOCKS)
+            speculating = engine_plan(SMALL, SMALL_OPTIONS | {"speculative_config": SPECULATIVE}, "h200", 1)
+            draft = pool.submit(describe_draw, speculating, SamplerKind.GREEDY)
+            full = engine_plan(LARGE, LARGE_OPTIONS, "h200", 1, num_blocks=FULL_BLOCKS)
             full_step = pool.submit(describe_step, full, largest)
             sampler = pool.submit(describe_sampler, its["small h200 x 1"])
             small = {name: pool.submit(describe_small, it) for name, it in its.items()}

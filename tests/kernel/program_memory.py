@@ -12,15 +12,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from gpu_programs import LARGE, SMALL, SPECULATIVE, Structure, blueprint
+from gpu_programs import LARGE, SMALL, SPECULATIVE, Structure, engine_plan
 
-from jaxpage.request import Draw
+from jaxpage.aot.facts import facts_of
+from jaxpage.requests.request import SamplerKind
 from jaxpage.runner import step
-from jaxpage.runner.blueprint import Blueprint, bytes_per_device
 from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.compiler import draw_arguments, step_arguments
+from jaxpage.runner.engine_plan import EnginePlan, bytes_per_device
 from jaxpage.runner.plan import empty_forks
-from jaxpage.runner.program_facts import facts_of
-from jaxpage.runner.program_table import draw_arguments, step_arguments
 from jaxpage.runner.resolve import program_bytes, scratch_bytes
 from jaxpage.runner.scoring import NUM_SCORED_TOKENS
 
@@ -51,7 +51,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 }
 
 
-def largest_programs(it: Blueprint) -> Iterator[tuple[str, Any]]:
+def largest_programs(it: EnginePlan) -> Iterator[tuple[str, Any]]:
     """Those that could take the most, each by a name and what compiles it."""
     params, kv_cache, state = it.shapes.params, it.shapes.kv_cache, it.shapes.state
     num_rows, num_draws = it.config.max_num_seqs, 1 + it.config.max_drafts
@@ -67,7 +67,7 @@ def largest_programs(it: Blueprint) -> Iterator[tuple[str, Any]]:
                 step.compile_step, it.program_config, bucket, *step_arguments(it.shapes, it.program_config, bucket)
             ),
         )
-    for kind in (Draw.FILTERED, Draw.ANY):
+    for kind in (SamplerKind.FILTERED, SamplerKind.ANY):
         arguments = draw_arguments(it.shapes, it.program_config, num_rows, num_draws, kind)
         yield f"draw {kind.name}", partial(step.compile_draw, it.program_config, kind, num_draws, *arguments)
     yield "fork", partial(step.compile_fork, kv_cache, state, empty_forks(num_rows, len(it.layout.groups)))
@@ -81,14 +81,14 @@ def memory_of(compile_program: Any) -> dict[str, int]:
     return {"scratch": facts.scratch_bytes, "result": facts.result_bytes}
 
 
-def bounds_of(it: Blueprint) -> dict[str, int]:
+def bounds_of(it: EnginePlan) -> dict[str, int]:
     arguments = (it.config, it.model_config, it.layout, it.dtype, it.mesh.size, bytes_per_device(it.shapes.state))
     return {"scratch": scratch_bytes(*arguments), "programs": program_bytes(*arguments)}
 
 
 if __name__ == "__main__":
     with ThreadPoolExecutor(os.cpu_count()) as pool, Structure():
-        its = {name: blueprint(hf, options, "h200", num_gpus) for name, (hf, options, num_gpus) in ENGINES.items()}
+        its = {name: engine_plan(hf, options, "h200", num_gpus) for name, (hf, options, num_gpus) in ENGINES.items()}
         waiting = {
             name: {title: pool.submit(memory_of, compiles) for title, compiles in largest_programs(it)}
             for name, it in its.items()

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from interpreter import interpret
 from ragged import Attention, Batch, Row, make_batch
 
-from jaxpage.ops import attention_triton
-from jaxpage.ops.attention_triton import paged_attention_triton
-from jaxpage.ops.attention_work import list_work
-from jaxpage.ops.attention_xla import paged_attention_xla
-from jaxpage.ops.launch import GPU, AttentionLaunch, AttentionShape
+from jaxpage.ops.attention import paged_triton
+from jaxpage.ops.attention.launch import GPU, AttentionLaunch, AttentionShape
+from jaxpage.ops.attention.paged_triton import paged_attention_triton
+from jaxpage.ops.attention.paged_xla import paged_attention_xla
+from jaxpage.ops.attention.work_list import list_work
 
 H200 = GPU(num_sms=132, compute_capability=90)
 BORDERS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65)
@@ -27,7 +27,7 @@ SETTINGS = settings(derandomize=True, deadline=None, database=None, max_examples
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_triton, "triton_call", interpret)
+    monkeypatch.setattr(paged_triton, "triton_call", interpret)
 
 
 def launch(

@@ -19,10 +19,10 @@ import tiny
 from described import A_LITTLE_MEMORY, Found, compile_artifact, run_engine
 from described_machine import HEADERS, WITHOUT_TUNING, build_libraries, environment_there, why_not
 
-from jaxpage.gpu_memory import POOL_SHARE
+from jaxpage.aot.targets import TARGETS, GPUTarget
+from jaxpage.engine.gpu_memory import POOL_SHARE
+from jaxpage.ops.attention.launch import GPU
 from jaxpage.ops.gemm_launch import choose_gemms, tuned_gemms
-from jaxpage.ops.launch import GPU
-from jaxpage.runner.gpu_targets import TARGETS, GPUTarget
 
 SHAPES = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
 LATER = {"max_model_len": 64, "num_blocks": 20}

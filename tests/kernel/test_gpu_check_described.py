@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from described_machine import WITHOUT_TUNING, build_libraries, environment_there, why_not
 
-from jaxpage.runner.gpu_targets import TARGETS
+from jaxpage.aot.targets import TARGETS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_check"

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import interpret
 
-from jaxpage.ops import kv_write_triton
-from jaxpage.ops.kv_write_triton import rotate_and_write_kv_triton
-from jaxpage.ops.launch import GPU
+from jaxpage.ops.attention import kv_write_triton
+from jaxpage.ops.attention.kv_write_triton import rotate_and_write_kv_triton
+from jaxpage.ops.attention.launch import GPU
 
 H200 = GPU(num_sms=132, compute_capability=90)
 NUM_BLOCKS, BLOCK_SIZE = 4, 16

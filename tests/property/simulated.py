@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxpage.beam_search import BeamSearch, FinishedBeam
 from jaxpage.ops.kv_spec import KVLayout, KVSpec
-from jaxpage.request import Request
+from jaxpage.requests.beam_search import BeamSearch, FinishedBeam
+from jaxpage.requests.request import Request
 from jaxpage.sampling_params import BeamSearchParams
-from jaxpage.scheduler import SchedulerOutput
+from jaxpage.scheduler.scheduler import SchedulerOutput
 from jaxpage.wire import TokenLogprobs
 
 VOCAB_SIZE = 7

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from simulated import VOCAB_SIZE, Device, Results, Rule, expected_tokens
 
+from jaxpage.engine.loops import LOOPS, Loop
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.spec import max_request_tokens, plan_layout
-from jaxpage.loops import LOOPS, Loop
 from jaxpage.ops.kv_spec import KVSpec
-from jaxpage.request import Request
+from jaxpage.requests.request import Request
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.scheduler import Scheduler, SchedulerOutput
+from jaxpage.scheduler.scheduler import Scheduler, SchedulerOutput
 from jaxpage.wire import TokenOutput
 
 if TYPE_CHECKING:

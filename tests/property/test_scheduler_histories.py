@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from simulated import VOCAB_SIZE, Device, Results, expected_beams, expected_tokens
 
-from jaxpage.beam_group import BeamGroup
-from jaxpage.beam_search import BeamSearch
 from jaxpage.kv_cache.hashing import ExtraKeys
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.spec import max_request_tokens, num_blocks_for, plan_layout
 from jaxpage.ops.kv_spec import KVSpec
-from jaxpage.policies import load_policy
-from jaxpage.request import Request, RequestStatus
+from jaxpage.requests.beam_group import BeamGroup
+from jaxpage.requests.beam_search import BeamSearch
+from jaxpage.requests.request import Request, RequestStatus
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.scheduler import Scheduler, SchedulerOutput
+from jaxpage.scheduler.policies import load_policy
+from jaxpage.scheduler.scheduler import Scheduler, SchedulerOutput
 from jaxpage.wire import BeamOutput, BeamSequence, sequence_id
 
 FULL, WINDOW, CHUNK = KVSpec(1, 8), KVSpec(1, 8, window=5), KVSpec(1, 8, chunk=6)

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from jaxpage.chat_template import ChatTemplates, check_variables
 from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
 from jaxpage.metrics import Metrics
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxpage.sampling_params import BeamSearchParams, PoolingParams, SamplingParams, nth_seed
 from jaxpage.structured.grammar import grammar_of
+from jaxpage.text.chat_template import ChatTemplates, check_variables
 
 POLL_SECONDS = 0.002
 NUM_BLOCKS = 600

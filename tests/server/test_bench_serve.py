@@ -16,9 +16,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from jaxpage import cli
-from jaxpage.bench_client import Answer, Exchange, ask, read
-from jaxpage.bench_health import watched
-from jaxpage.bench_serve import arrival_times, ask_all, compare_offline, percentile
+from jaxpage.bench.client import Answer, Exchange, ask, read
+from jaxpage.bench.health import watched
+from jaxpage.bench.serve import arrival_times, ask_all, compare_offline, percentile
 from jaxpage.errors import ConfigError
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.sampling_params import SamplingParams

@@ -7,13 +7,13 @@ import pytest
 from chats import QWEN3, ask, engine, function
 from fake_engine import FakeEngine, Script
 
-from jaxpage.chat_template import ChatTemplates
 from jaxpage.errors import ConfigError
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.server.dialect import Dialect, dialect_of
 from jaxpage.server.reasoning import REASONING_FORMATS
 from jaxpage.server.tools import TOOL_FORMATS
 from jaxpage.server_config import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
+from jaxpage.text.chat_template import ChatTemplates
 
 TEMPLATES = {
     "hermes": QWEN3,

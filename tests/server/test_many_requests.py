@@ -33,11 +33,11 @@ def server(tiny_options: dict[str, Any], quick_compiles: None) -> Iterator[Serve
         yield server
 
 
-def ask(url: str, bodies: list[dict[str, Any]], at_once: int) -> list[httpx.Response]:
+def ask(url: str, bodies: list[dict[str, Any]], branch_free: int) -> list[httpx.Response]:
     """The answers to completion requests, in order, so many of which are open at a time."""
 
     async def all_of_them() -> list[httpx.Response]:
-        limits = httpx.Limits(max_connections=at_once)
+        limits = httpx.Limits(max_connections=branch_free)
         async with httpx.AsyncClient(base_url=url, timeout=GUARD_SECONDS, limits=limits) as client:
             return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
 

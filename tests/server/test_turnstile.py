@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.server.turnstile import MAX_HEAD_BYTES, PatientProtocol, Turnstile
+from jaxpage.server.turnstile import MAX_HEAD_BYTES, QueuedProtocol, Turnstile
 
 
 def test_a_burst_is_let_in_one_per_turn_and_in_its_order() -> None:
@@ -93,7 +93,7 @@ class Site:
 async def site() -> AsyncIterator[Site]:
     turnstile = Shut()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        http: Any = functools.partial(PatientProtocol, turnstile)
+        http: Any = functools.partial(QueuedProtocol, turnstile)
         config = uvicorn.Config("", interface="asgi3", http=http, log_config=None, lifespan="off", ws="none")
         here = Site(listener.getsockname()[1], uvicorn.Server(config), turnstile)
         config.app = here.app

@@ -19,7 +19,7 @@ from conftest import ascii_tokenizer
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.errors import ConfigError, EngineDeadError
-from jaxpage.ops.sampling import exponential_noise
+from jaxpage.ops.sampling.sampling import exponential_noise
 from jaxpage.outputs import CompletionOutput, RequestOutput
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -6,12 +6,12 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxpage.chat_template import ChatTemplates
 from jaxpage.errors import RequestError
-from jaxpage.frontend import OpenRequest, Prompt, open_request
 from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.requests.open_request import OpenRequest, Prompt, open_request
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.tokenizer import Tokenizer
+from jaxpage.text.chat_template import ChatTemplates
+from jaxpage.text.tokenizer import Tokenizer
 from jaxpage.wire import Ready, TokenOutput
 
 TEXT = "Zwölf Boxkämpfer 🦙 漢字かな"

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxpage.ops.processing import KnownTokens
+from jaxpage.ops.sampling.processing import KnownTokens
 
 ALWAYS = 65
 

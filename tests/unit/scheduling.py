@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 
-from jaxpage.beam_group import BeamGroup
-from jaxpage.beam_search import BeamSearch
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.spec import plan_layout
 from jaxpage.ops.kv_spec import KVSpec
-from jaxpage.policies import Policy
-from jaxpage.request import Request
+from jaxpage.requests.beam_group import BeamGroup
+from jaxpage.requests.beam_search import BeamSearch
+from jaxpage.requests.request import Request
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.scheduler import Scheduler, SchedulerOutput
+from jaxpage.scheduler.policies import Policy
+from jaxpage.scheduler.scheduler import Scheduler, SchedulerOutput
 from jaxpage.wire import BeamOutput, TokenLogprobs, TokenOutput, sequence_id
 
 STOP = 99

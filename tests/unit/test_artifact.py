@@ -13,11 +13,11 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxpage import LLM, ConfigError, SamplingParams
+from jaxpage.aot.artifact import adopt_options
 from jaxpage.cli import main
 from jaxpage.config import EngineConfig
-from jaxpage.runner.artifact import adopt_options
 from jaxpage.runner.devices import make_mesh
-from jaxpage.runner.programs import environment
+from jaxpage.runner.program_cache import environment
 from jaxpage.runner.step import trace_counts
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

@@ -15,7 +15,7 @@ from frontends import LIMITS, TOKENIZER, opened
 from jaxpage import LLM, BeamSearchParams, EngineDeadError, RequestError, RequestOutput, SamplingParams, wire
 from jaxpage.async_engine import AsyncEngine, RequestStream
 from jaxpage.config import EngineConfig
-from jaxpage.frontend import OpenRequest
+from jaxpage.requests.open_request import OpenRequest
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 GUARD_SECONDS = 120

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpage.ops.attention import AttentionMetadata, KVCache, attend
+from jaxpage.ops.attention.paged import AttentionMetadata, KVCache, attend
 from jaxpage.ops.kv_spec import KVGroup, KVLayout, KVSpec
 from jaxpage.runner.state import empty_kv_cache
 

@@ -6,8 +6,8 @@ import pytest
 
 from jaxpage.aot.attention_time import attention_seconds, decode_share, prefill_share
 from jaxpage.aot.card import card_of
-from jaxpage.ops.launch import GPU, AttentionShape, choose_launch
-from jaxpage.runner.gpu_targets import TARGETS
+from jaxpage.aot.targets import TARGETS
+from jaxpage.ops.attention.launch import GPU, AttentionShape, choose_launch
 
 H200, CARD = GPU(132, 90), card_of(TARGETS["h200"])
 

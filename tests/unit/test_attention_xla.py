@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxpage.ops.attention_xla import paged_attention_xla
+from jaxpage.ops.attention.paged_xla import paged_attention_xla
 
 SCALE = 0.3
 Rows = list[tuple[int, int]]

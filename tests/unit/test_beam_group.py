@@ -1,9 +1,9 @@
 """A beam group: it advances when all live beams have reported, and each beam then knows its source's tokens."""
 
-from jaxpage.beam_group import BeamGroup
-from jaxpage.beam_search import BeamSearch, Continuation
 from jaxpage.kv_cache.hashing import block_keys
-from jaxpage.request import Request
+from jaxpage.requests.beam_group import BeamGroup
+from jaxpage.requests.beam_search import BeamSearch, Continuation
+from jaxpage.requests.request import Request
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
 EOS = 0

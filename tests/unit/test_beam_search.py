@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxpage.beam_search import BeamSearch, Continuation, FinishedBeam
 from jaxpage.errors import RequestError
+from jaxpage.requests.beam_search import BeamSearch, Continuation, FinishedBeam
 from jaxpage.sampling_params import MAX_BEAM_WIDTH, MAX_STOP_TOKEN_IDS, BeamSearchParams
 
 EOS = 0

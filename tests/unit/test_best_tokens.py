@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpage.ops.best_tokens import best_tokens
+from jaxpage.ops.sampling.best_tokens import best_tokens
 
 
 @pytest.mark.parametrize("vocab_size", [64, 4096, 151_936, 50_257 // 7, 48 * 33])

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from jaxpage.config import EngineConfig
-from jaxpage.follower import follow
-from jaxpage.models.checkpoint import Checkpoint
-from jaxpage.models.config_only import DummyWeights
+from jaxpage.engine.follower import follow
+from jaxpage.models.checkpoints.checkpoint import Checkpoint
+from jaxpage.models.checkpoints.weightless import DummyWeights
 
 
 def test_a_follower_loads_what_its_leader_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +24,6 @@ def test_a_follower_loads_what_its_leader_loads(tmp_path: Path, monkeypatch: pyt
         def __getattr__(self, name: str) -> Any:
             return lambda: None
 
-    monkeypatch.setattr("jaxpage.follower.Runner", Runner)
+    monkeypatch.setattr("jaxpage.engine.follower.Runner", Runner)
     assert follow(EngineConfig(model=str(tmp_path), load_format="dummy")) == 0
     assert isinstance(opened[0], DummyWeights)

@@ -5,10 +5,10 @@ import itertools
 import pytest
 from frontends import EOS, TEXT, TOKENIZER, completion, opened, refusal, stream
 
-from jaxpage.frontend import Prompt, StopText
 from jaxpage.outputs import CompletionOutput
+from jaxpage.requests.open_request import Prompt, StopText
 from jaxpage.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from jaxpage.tokenizer import Tokenizer
+from jaxpage.text.tokenizer import Tokenizer
 from jaxpage.wire import TokenOutput
 
 # StopText.

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpage.models import gemma
-from jaxpage.models.config import UnsupportedModelError
+from jaxpage.models.families import gemma
+from jaxpage.models.families.hf_config import UnsupportedModelError
 from jaxpage.models.registry import model_for
 from jaxpage.ops.kv_spec import KVSpec
 

@@ -10,9 +10,9 @@ from jaxpage.aot.card import card_of
 from jaxpage.aot.gemm_time import best_gemm_seconds, ctas_per_sm, dram_bytes, gemm_seconds
 from jaxpage.aot.gemms import Gemm, gemms_of, main_launch
 from jaxpage.aot.step_time import step_time
+from jaxpage.aot.targets import TARGETS
+from jaxpage.ops.attention.launch import GPU
 from jaxpage.ops.gemm_launch import GemmLaunch, choose_gemms, tuned_gemms
-from jaxpage.ops.launch import GPU
-from jaxpage.runner.gpu_targets import TARGETS
 
 H200, A100 = GPU(132, 90), GPU(108, 80)
 CARD = card_of(TARGETS["h200"])

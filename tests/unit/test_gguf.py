@@ -13,9 +13,9 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from jaxpage.errors import ModelLoadError
-from jaxpage.models.gguf import GgufCheckpoint
-from jaxpage.models.gguf_metadata import read_gguf_header
-from jaxpage.models.loading import open_checkpoint
+from jaxpage.models.checkpoints.gguf import GgufCheckpoint
+from jaxpage.models.checkpoints.gguf_metadata import read_gguf_header
+from jaxpage.models.checkpoints.open import open_checkpoint
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 4, 2, 8, 6
 Tensors = Mapping[str, np.ndarray | tuple[np.ndarray, Kind]]

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +17,13 @@ SERVER_SEES = {"async_engine", "config", "server_config", "errors", "outputs", "
 MODELS_SEE = {"errors"}
 SERVER_STARTERS = {"jaxpage/cli.py", "jaxpage/__main__.py"}
 JAX_FREE_MODULES = [
-    *("scheduler", "request", "wire", "frontend", "tokenizer", "chat_template", "tool_prompt", "gguf_tokenizer"),
-    *("sampling_params", "beam_search", "beam_group", "policies", "outputs", "config", "errors"),
-    *("server_config", "options", "speculative/config", "speculative/acceptance"),
+    *("wire", "sampling_params", "outputs", "config", "errors", "server_config", "options"),
+    *("speculative/config", "speculative/acceptance", "engine/loops", "engine/process"),
 ]
+JAX_FREE_FOLDERS = ["jaxpage/scheduler", "jaxpage/requests", "jaxpage/text", "jaxpage/kv_cache", "jaxpage/structured"]
 MAX_LINES = 600
+MAX_FILES = 15
+"""Side by side in a folder."""
 
 
 def sources(folder: str) -> list[Path]:
@@ -55,7 +58,7 @@ def own_imports(file: Path) -> Iterator[str]:
 
 def jax_free_files() -> list[Path]:
     modules = [ROOT / "jaxpage" / f"{name}.py" for name in JAX_FREE_MODULES]
-    return [*modules, *sources("jaxpage/kv_cache"), *sources("jaxpage/structured"), *sources("server")]
+    return [*modules, *(file for folder in (*JAX_FREE_FOLDERS, "server") for file in sources(folder))]
 
 
 def run_python(code: str) -> str:
@@ -141,7 +144,7 @@ def test_jit_appears_only_in_the_file_of_the_compiled_programs() -> None:
                     if word.split(".")[-1] in {"jit", "pjit"}:
                         users.add(name_of(file))
     # In models it has alike layers traced once, inside a program; it makes none.
-    assert users == {"jaxpage/runner/step.py", "models/layers.py"}
+    assert users == {"jaxpage/runner/step.py", "models/families/layers.py"}
 
 
 def test_one_file_imports_jax_triton() -> None:
@@ -163,6 +166,21 @@ def test_no_file_is_too_long_to_read() -> None:
         if file.suffix in {".py", ".js", ".css", ".html"}
     }
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_no_folder_is_too_full_to_survey() -> None:
+    folders = [
+        folder for package in ("jaxpage", "models", "ops") for folder in (ROOT / package, *(ROOT / package).rglob("*/"))
+    ]
+    counts = {name_of(folder): len(list(folder.glob("*.py"))) for folder in folders if folder.name != "__pycache__"}
+    assert {name: count for name, count in counts.items() if count > MAX_FILES} == {}
+
+
+def test_every_folder_with_sources_is_installed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"]
+    inits = [file for folder in PACKAGES for file in sources(folder) if file.name == "__init__.py"]
+    found = [".".join((PACKAGES[top], *rest)) for top, *rest in (file.relative_to(ROOT).parent.parts for file in inits)]
+    assert sorted(listed) == sorted(found)
 
 
 def test_the_top_of_the_repository_holds_only_what_the_design_names() -> None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpage.ops.kv_write import copy_blocks, write_kv
+from jaxpage.ops.attention.kv_write import copy_blocks, write_kv
 
 NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM = 5, 4, 2, 8
 PADDING = NUM_BLOCKS * BLOCK_SIZE
@@ -49,16 +49,18 @@ def test_values_are_stored_in_the_type_of_the_cache() -> None:
     np.testing.assert_array_equal(got[1, 1, :2], v[4:].astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("branch_free", [False, True])
 @pytest.mark.parametrize("copies", [[], [(1, 2)], [(1, 2), (1, 4), (3, 0)], [(2, 3), (4, 2), (0, 4)]])
-def test_blocks_are_copied_one_after_another_and_at_once(copies: list[tuple[int, int]], at_once: bool) -> None:
+def test_blocks_are_copied_one_after_another_and_at_once(copies: list[tuple[int, int]], branch_free: bool) -> None:
     """Where a block is a source and a target, it is read before it is written."""
     cache, _, _ = random_case(1, seed=3)
     before = [cache, cache[:, :, :, :1] + 1]
     source, target = np.full((2, 5), 2**31 - 1, np.int32)
     for index, copy in enumerate(copies):
         source[index], target[index] = copy
-    copied = jax.jit(copy_blocks, static_argnames="at_once")(before, source, target, len(copies), at_once=at_once)
+    copied = jax.jit(copy_blocks, static_argnames="branch_free")(
+        before, source, target, len(copies), branch_free=branch_free
+    )
     for after, old in zip(copied, before, strict=True):
         expected = old.copy()
         for origin, copy in copies:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxpage.ops.launch import GPU, AttentionShape, choose_launch, choose_launches
+from jaxpage.ops.attention.launch import GPU, AttentionShape, choose_launch, choose_launches
 
 H200 = GPU(num_sms=132, compute_capability=90)
 DECODE = AttentionShape(

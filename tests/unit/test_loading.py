@@ -12,9 +12,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxpage.errors import ModelLoadError
-from jaxpage.models import packaged
-from jaxpage.models.gguf import GgufCheckpoint
-from jaxpage.models.loading import SafetensorsCheckpoint, open_checkpoint
+from jaxpage.models.checkpoints import packaged
+from jaxpage.models.checkpoints.gguf import GgufCheckpoint
+from jaxpage.models.checkpoints.open import open_checkpoint
+from jaxpage.models.checkpoints.safetensors import SafetensorsCheckpoint
 
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
 B = np.linspace(-1, 1, 4, dtype=np.float16)

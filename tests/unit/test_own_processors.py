@@ -7,9 +7,9 @@ import own_processors
 import pytest
 
 from jaxpage import LLM, ConfigError, RequestError, SamplingParams
-from jaxpage.loops import LOOPS
-from jaxpage.runner.own_processors import load_processors
-from jaxpage.scheduler import Scheduler
+from jaxpage.engine.loops import LOOPS
+from jaxpage.runner.logits_processors import load_processors
+from jaxpage.scheduler.scheduler import Scheduler
 
 
 @pytest.fixture(scope="module")

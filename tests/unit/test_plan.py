@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxpage.ops.kv_spec import KVGroup, KVLayout, KVSpec
-from jaxpage.ops.token_rules import ANY_TOKEN
-from jaxpage.request import Request
+from jaxpage.ops.sampling.token_rules import ANY_TOKEN
+from jaxpage.requests.request import Request
 from jaxpage.runner.plan import (
     AdmittedRow,
     admission_size,
@@ -27,7 +27,7 @@ from jaxpage.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from jaxpage.scheduler import AdmittedRequest, RowFork, SchedulerOutput
+from jaxpage.scheduler.scheduler import AdmittedRequest, RowFork, SchedulerOutput
 
 NOWHERE = np.iinfo(np.int32).max
 CAPACITY = 13

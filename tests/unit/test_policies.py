@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from jaxpage.errors import ConfigError
-from jaxpage.policies import FirstComeFirstServed, Priority, load_policy
-from jaxpage.request import Request
+from jaxpage.requests.request import Request
 from jaxpage.sampling_params import SamplingParams
+from jaxpage.scheduler.policies import FirstComeFirstServed, Priority, load_policy
 
 
 def request(name: str, arrival: int, priority: int = 0, index: int = 0, num_tokens: int = 1) -> Request:

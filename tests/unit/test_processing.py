@@ -17,13 +17,13 @@ from sampler_reference import (
     reference_scores,
 )
 
-from jaxpage.ops.processing import LAST_RESORT, process
-from jaxpage.ops.sampling import TokenMask, sample, token_logprobs
+from jaxpage.ops.sampling.processing import LAST_RESORT, process
+from jaxpage.ops.sampling.sampling import TokenMask, sample, token_logprobs
 
 VOCAB = 61
 PROMPT, OUTPUT = (3, 4, 5, 4, 9, 30), (7, 4, 7, 11, 7)
-run_process, run_sample = (jax.jit(function, static_argnames="at_once") for function in (process, sample))
-run_logprobs = jax.jit(token_logprobs, static_argnums=3, static_argnames="at_once")
+run_process, run_sample = (jax.jit(function, static_argnames="branch_free") for function in (process, sample))
+run_logprobs = jax.jit(token_logprobs, static_argnums=3, static_argnames="branch_free")
 
 
 def random_logits(rows: int, seed: int = 0) -> np.ndarray:
@@ -75,10 +75,10 @@ PAIRS = [
 NUM_LOGITS = 3
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("branch_free", [False, True])
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
 def test_every_pair_of_options_gives_the_tokens_and_log_probabilities_of_the_reference(
-    greedy: bool, at_once: bool
+    greedy: bool, branch_free: bool
 ) -> None:
     """All in one batch, so that rows would disturb each other if they could."""
     rows, names = [], []
@@ -90,24 +90,26 @@ def test_every_pair_of_options_gives_the_tokens_and_log_probabilities_of_the_ref
     logits = random_logits(len(rows))
     states = device_states(rows, VOCAB)
     expected_logits = np.stack([reference_process(row, options) for row, options in zip(logits, rows, strict=True)])
-    got_logits = run_process(jnp.asarray(logits), states[1], at_once=at_once)
+    got_logits = run_process(jnp.asarray(logits), states[1], branch_free=branch_free)
     np.testing.assert_allclose(np.asarray(got_logits), expected_logits, atol=1e-4)
 
     expected = [int(reference_scores(row, options).argmax()) for row, options in zip(logits, rows, strict=True)]
-    drawn = np.asarray(run_sample(jnp.asarray(logits), *states, at_once=at_once))
+    drawn = np.asarray(run_sample(jnp.asarray(logits), *states, branch_free=branch_free))
     wrong = {name for name, got, token in zip(names, drawn.tolist(), expected, strict=True) if got != token}
     assert not wrong
     assert len(set(expected)) > 20
     logprobs = run_logprobs(
-        jnp.asarray(logits), jnp.asarray(drawn), jnp.zeros(len(rows), jnp.int32), 5, at_once=at_once
+        jnp.asarray(logits), jnp.asarray(drawn), jnp.zeros(len(rows), jnp.int32), 5, branch_free=branch_free
     )
     exact = np.take_along_axis(reference_logprobs(logits), drawn[:, None], axis=-1)[:, 0]
     np.testing.assert_allclose(np.asarray(logprobs.token), exact, atol=1e-4)
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("branch_free", [False, True])
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
-def test_every_pair_of_options_within_a_grammar_gives_the_tokens_of_the_reference(greedy: bool, at_once: bool) -> None:
+def test_every_pair_of_options_within_a_grammar_gives_the_tokens_of_the_reference(
+    greedy: bool, branch_free: bool
+) -> None:
     rows = []
     for index, (_, options) in enumerate(PAIRS):
         chosen = np.random.default_rng(index).choice(VOCAB, size=1 + index % 9, replace=False)
@@ -122,7 +124,9 @@ def test_every_pair_of_options_within_a_grammar_gives_the_tokens_of_the_referenc
         del rows[index]["mask"]
     is_on = jnp.asarray(["mask" in row for row in rows])
     states = device_states(rows, VOCAB)
-    drawn = np.asarray(run_sample(jnp.asarray(logits), *states, TokenMask(is_on, words), at_once=at_once)).tolist()
+    drawn = np.asarray(
+        run_sample(jnp.asarray(logits), *states, TokenMask(is_on, words), branch_free=branch_free)
+    ).tolist()
     expected = [int(reference_scores(row, options).argmax()) for row, options in zip(logits, rows, strict=True)]
     assert drawn == expected
     assert all(token in row.get("mask", [token]) for token, row in zip(drawn, rows, strict=True))
@@ -174,7 +178,7 @@ def test_counts_over_several_tiles_equal_those_of_one(monkeypatch: pytest.Monkey
     logits, (_, state) = random_logits(len(rows)), device_states(rows, VOCAB)
     expected = processed(logits, rows)
     for tile in (1, 3, 7, MAX_MODEL_LEN):
-        monkeypatch.setattr("jaxpage.ops.processing._TILE", tile)
+        monkeypatch.setattr("jaxpage.ops.sampling.processing._TILE", tile)
         np.testing.assert_array_equal(jax.jit(lambda *args: process(*args))(logits, state), expected)
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxpage.runner.programs import ProgramStore
+from jaxpage.runner.program_cache import ProgramCache
 
 ARGUMENT = jax.ShapeDtypeStruct((2,), np.float32)
 
 
-def store_with_a_program(folder: Path, *, must_keep: bool = False) -> ProgramStore:
-    store = ProgramStore(folder, Mesh(np.array(jax.devices()[:1]), ("tp",)), must_keep=must_keep)
+def store_with_a_program(folder: Path, *, must_keep: bool = False) -> ProgramCache:
+    store = ProgramCache(folder, Mesh(np.array(jax.devices()[:1]), ("tp",)), must_keep=must_keep)
     store.get("double", 1, (ARGUMENT,), lambda: jax.jit(lambda x: 2 * x).lower(ARGUMENT).compile())
     return store
 

@@ -8,10 +8,10 @@ from jaxpage.kv_cache.hashing import ExtraKeys, MediaItem, block_keys
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.spec import plan_layout
 from jaxpage.ops.kv_spec import KVSpec
-from jaxpage.policies import Priority
-from jaxpage.request import Request, RequestStatus
+from jaxpage.requests.request import Request, RequestStatus
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.scheduler import Scheduler
+from jaxpage.scheduler.policies import Priority
+from jaxpage.scheduler.scheduler import Scheduler
 from jaxpage.speculative.drafts import count_accepted
 from jaxpage.wire import TokenOutput
 

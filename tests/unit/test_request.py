@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jaxpage.kv_cache.hashing import ExtraKeys, block_keys
-from jaxpage.request import Draw, Request, RequestStatus
+from jaxpage.requests.request import Request, RequestStatus, SamplerKind
 from jaxpage.sampling_params import SamplingParams
 
 EOS = 2
@@ -32,30 +32,30 @@ def test_a_new_request_waits_with_its_prompt_known_and_nothing_computed() -> Non
 @pytest.mark.parametrize(
     ("params", "fields", "draw"),
     [
-        ({"temperature": 0.0}, {}, Draw.GREEDY),
-        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, {}, Draw.GREEDY),
-        ({}, {}, Draw.RANDOM),
-        ({"temperature": 0.7, "min_p": 0.1, "seed": 3}, {}, Draw.RANDOM),
-        ({"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 3}, {}, Draw.FILTERED),
-        ({"top_k": 5}, {}, Draw.FILTERED),
-        ({"top_p": 0.9}, {}, Draw.FILTERED),
-        ({"temperature": 0.0}, {"num_logprobs": 0}, Draw.ANY),
-        ({}, {"num_logprobs": 5}, Draw.ANY),
-        ({}, {"bad_words": [[4, 5]]}, Draw.ANY),
-        ({}, {"own_processors": 2}, Draw.ANY),
-        ({"logit_bias": {4: 1.0}}, {}, Draw.ANY),
-        ({"allowed_token_ids": (4, 5)}, {}, Draw.ANY),
-        ({"min_tokens": 3}, {}, Draw.ANY),
-        ({"repetition_penalty": 1.1}, {}, Draw.ANY),
-        ({"presence_penalty": -0.1}, {}, Draw.ANY),
-        ({"temperature": 0.0, "frequency_penalty": 0.1}, {}, Draw.ANY),
+        ({"temperature": 0.0}, {}, SamplerKind.GREEDY),
+        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, {}, SamplerKind.GREEDY),
+        ({}, {}, SamplerKind.RANDOM),
+        ({"temperature": 0.7, "min_p": 0.1, "seed": 3}, {}, SamplerKind.RANDOM),
+        ({"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 3}, {}, SamplerKind.FILTERED),
+        ({"top_k": 5}, {}, SamplerKind.FILTERED),
+        ({"top_p": 0.9}, {}, SamplerKind.FILTERED),
+        ({"temperature": 0.0}, {"num_logprobs": 0}, SamplerKind.ANY),
+        ({}, {"num_logprobs": 5}, SamplerKind.ANY),
+        ({}, {"bad_words": [[4, 5]]}, SamplerKind.ANY),
+        ({}, {"own_processors": 2}, SamplerKind.ANY),
+        ({"logit_bias": {4: 1.0}}, {}, SamplerKind.ANY),
+        ({"allowed_token_ids": (4, 5)}, {}, SamplerKind.ANY),
+        ({"min_tokens": 3}, {}, SamplerKind.ANY),
+        ({"repetition_penalty": 1.1}, {}, SamplerKind.ANY),
+        ({"presence_penalty": -0.1}, {}, SamplerKind.ANY),
+        ({"temperature": 0.0, "frequency_penalty": 0.1}, {}, SamplerKind.ANY),
     ],
 )
 def test_how_it_is_drawn_is_the_least_that_does_all_it_asks_for(
-    params: dict[str, Any], fields: dict[str, Any], draw: Draw
+    params: dict[str, Any], fields: dict[str, Any], draw: SamplerKind
 ) -> None:
     new = Request("a", [5, 6, 7], SamplingParams(**params), 0, 9, frozenset(), **fields)
-    assert new.draw is draw
+    assert new.sampler_kind is draw
 
 
 def test_generated_tokens_are_known_tokens_and_leave_the_prompt_alone() -> None:

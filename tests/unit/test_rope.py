@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpage.models.config import UnsupportedModelError, rope_from_hf
+from jaxpage.models.families.hf_config import UnsupportedModelError, rope_from_hf
 from jaxpage.models.registry import model_for
 from jaxpage.ops.rope import RopeConfig, apply_rope, inverse_frequencies, rope_cos_sin
 

@@ -13,11 +13,11 @@ import pytest
 import tiny
 
 from jaxpage.config import EngineConfig
-from jaxpage.engine_core import EngineCore
-from jaxpage.request import Request
+from jaxpage.engine.core import EngineCore
+from jaxpage.requests.request import Request
 from jaxpage.runner.step import trace_counts
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.scheduler import SchedulerOutput
+from jaxpage.scheduler.scheduler import SchedulerOutput
 from jaxpage.wire import AddRequest, BeamOutput, TokenOutput, sequence_id
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

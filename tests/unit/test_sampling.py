@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sampler_reference import device_states, reference_logprobs, reference_support
 
-from jaxpage.ops.sampling import (
+from jaxpage.ops.sampling.sampling import (
     SamplingState,
     TokenLogprobs,
     exponential_noise,
@@ -43,7 +43,7 @@ def random_logits(seed: int = 0, rows: int = ROWS) -> np.ndarray:
 @jax.jit
 def filter_as_on_a_gpu(probabilities: jax.Array, state: SamplingState) -> jax.Array:
     probabilities = jnp.where(probabilities >= state.min_p[:, None], probabilities, 0)
-    return jnp.where(probabilities >= least_of_all(probabilities, state, at_once=True)[:, None], probabilities, 0)
+    return jnp.where(probabilities >= least_of_all(probabilities, state, branch_free=True)[:, None], probabilities, 0)
 
 
 def kept(logits: np.ndarray, rows: Sequence[dict[str, Any]]) -> np.ndarray:
@@ -126,7 +126,7 @@ def test_draws_depend_on_seed_and_position_alone(num_rows: int) -> None:
 def test_what_is_decided_on_the_way_and_what_is_not_draw_the_same() -> None:
     """For rows of every kind that need no more, alone and beside each other."""
     kinds = [{"temperature": 0.0}, {}, {"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 1.8, "top_k": 30}]
-    run_random = jax.jit(sample_random, static_argnames=("place", "at_once"))
+    run_random = jax.jit(sample_random, static_argnames=("place", "branch_free"))
     for seed in range(20):
         logits = jnp.asarray(random_logits(seed, rows=len(kinds)))
         for rows in (kinds, *([kind] * len(kinds) for kind in kinds)):
@@ -134,7 +134,7 @@ def test_what_is_decided_on_the_way_and_what_is_not_draw_the_same() -> None:
             state, processing = device_states(seeded, VOCAB)
             expected = np.asarray(run_sample(logits, state, processing))
             np.testing.assert_array_equal(run_random(logits, state), expected)
-            np.testing.assert_array_equal(run_random(logits, state, at_once=True), expected)
+            np.testing.assert_array_equal(run_random(logits, state, branch_free=True), expected)
 
 
 def test_rows_without_top_k_and_top_p_draw_the_same_where_nothing_is_filtered() -> None:
@@ -145,7 +145,7 @@ def test_rows_without_top_k_and_top_p_draw_the_same_where_nothing_is_filtered() 
         logits = jnp.asarray(random_logits(step))
         state, _ = device_states(rows, VOCAB)
         unfiltered, filtered = (
-            np.asarray(jax.jit(partial(sample_random, at_once=True, filtered=filtered))(logits, state))
+            np.asarray(jax.jit(partial(sample_random, branch_free=True, filtered=filtered))(logits, state))
             for filtered in (False, True)
         )
         np.testing.assert_array_equal(unfiltered, filtered)

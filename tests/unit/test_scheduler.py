@@ -6,8 +6,8 @@ import pytest
 from scheduling import STOP, add, ids, lens, run, scheduler, step, steps_while, table
 
 from jaxpage.ops.kv_spec import KVSpec
-from jaxpage.request import Request, RequestStatus
-from jaxpage.scheduler import Scheduler
+from jaxpage.requests.request import Request, RequestStatus
+from jaxpage.scheduler.scheduler import Scheduler
 from jaxpage.wire import TokenOutput
 
 

@@ -3,8 +3,8 @@
 import pytest
 from scheduling import STOP, add, lens, scheduler, table
 
-from jaxpage.request import Request
-from jaxpage.scheduler import Scheduler, SchedulerOutput
+from jaxpage.requests.request import Request
+from jaxpage.scheduler.scheduler import Scheduler, SchedulerOutput
 from jaxpage.wire import TokenLogprobs, TokenOutput
 
 MAX_DRAFTS = 3

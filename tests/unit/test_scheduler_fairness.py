@@ -4,7 +4,7 @@ import itertools
 
 from scheduling import add, ids, lens, scheduler, step
 
-from jaxpage.scheduler import Scheduler
+from jaxpage.scheduler.scheduler import Scheduler
 
 SHORT_TOKENS = 5
 """What each short request generates."""

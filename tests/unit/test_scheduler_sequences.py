@@ -3,9 +3,9 @@
 import pytest
 from scheduling import STOP, add, add_search, alternatives, ids, lens, run, sample, scheduler, step, steps_while, table
 
-from jaxpage.policies import Priority
-from jaxpage.request import RequestStatus
-from jaxpage.scheduler import RowFork
+from jaxpage.requests.request import RequestStatus
+from jaxpage.scheduler.policies import Priority
+from jaxpage.scheduler.scheduler import RowFork
 from jaxpage.wire import BeamOutput, TokenOutput
 
 # Forks.

@@ -7,7 +7,7 @@ from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.snapshot import take_snapshot
 from jaxpage.kv_cache.spec import plan_layout
 from jaxpage.ops.kv_spec import KVSpec
-from jaxpage.request import Request
+from jaxpage.requests.request import Request
 from jaxpage.sampling_params import SamplingParams
 
 

@@ -33,20 +33,20 @@ def plain_drafts(tokens: list[int], config: SpeculativeConfig) -> list[int]:
 
 
 def device_drafts(
-    known: list[list[int]], config: SpeculativeConfig, *, at_once: bool = False, max_model_len: int = 1200
+    known: list[list[int]], config: SpeculativeConfig, *, branch_free: bool = False, max_model_len: int = 1200
 ) -> list[list[int]]:
     rng = random.Random(1)
     left_over = [[*tokens, *(rng.randrange(3) for _ in range(max_model_len - len(tokens)))] for tokens in known]
     rows = jnp.arange(len(known))[::-1]
     lengths = jnp.array([len(tokens) for tokens in known])[::-1]
-    run = jax.jit(propose, static_argnums=3, static_argnames="at_once")
-    drafts, found = run(jnp.array(left_over), rows, lengths, config, at_once=at_once)
+    run = jax.jit(propose, static_argnums=3, static_argnames="branch_free")
+    drafts, found = run(jnp.array(left_over), rows, lengths, config, branch_free=branch_free)
     return [row if has else [] for row, has in zip(drafts.tolist(), found.tolist(), strict=True)][::-1]
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("branch_free", [False, True])
 @pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 4), (2, 3), (5, 5)])
-def test_drafts_are_what_followed_the_longest_and_latest_match(least: int, most: int, at_once: bool) -> None:
+def test_drafts_are_what_followed_the_longest_and_latest_match(least: int, most: int, branch_free: bool) -> None:
     config = SpeculativeConfig(
         method="ngram", num_speculative_tokens=K, prompt_lookup_max=most, prompt_lookup_min=least
     )
@@ -54,14 +54,14 @@ def test_drafts_are_what_followed_the_longest_and_latest_match(least: int, most:
     known = [[rng.randrange(size) for _ in range(rng.randint(1, 1100))] for size in [2, 3, 9, 40] * 6]
     known += [[1], [1, 1], [1, 2] * 3, [7] * 1100, [*range(1100)], [5, *range(600), 5], list(range(500, 520)) * 40]
     expected = [plain_drafts(tokens, config) for tokens in known]
-    assert device_drafts(known, config, at_once=at_once) == expected
+    assert device_drafts(known, config, branch_free=branch_free) == expected
     assert {bool(drafts) for drafts in expected} == {False, True}
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-def test_rows_of_no_tokens_have_no_drafts(at_once: bool) -> None:
+@pytest.mark.parametrize("branch_free", [False, True])
+def test_rows_of_no_tokens_have_no_drafts(branch_free: bool) -> None:
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=K)
-    assert device_drafts([[], [1, 2, 1, 2]], config, at_once=at_once) == [[], [1, 2, 1, 2, 1]]
+    assert device_drafts([[], [1, 2, 1, 2]], config, branch_free=branch_free) == [[], [1, 2, 1, 2, 1]]
 
 
 @pytest.mark.parametrize(

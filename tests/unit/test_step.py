@@ -10,12 +10,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpage.kv_cache.manager import BlockCopy
-from jaxpage.ops.attention import KVCache
+from jaxpage.ops.attention.paged import KVCache
 from jaxpage.ops.kv_spec import KVGroup, KVLayout, KVSpec
 from jaxpage.runner.plan import pack_edits, pack_forks
 from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
 from jaxpage.runner.step import compile_edit, compile_fork
-from jaxpage.scheduler import RowFork, SchedulerOutput
+from jaxpage.scheduler.scheduler import RowFork, SchedulerOutput
 from jaxpage.speculative.drafts import DraftState
 
 NUM_ROWS, MAX_MODEL_LEN, NUM_BLOCKS = 5, 20, 9

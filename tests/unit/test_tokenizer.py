@@ -14,9 +14,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxpage.errors import ModelLoadError, RequestError
-from jaxpage.gguf_tokenizer import tokenizer_from_gguf
-from jaxpage.models.gguf_metadata import read_gguf_header
-from jaxpage.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
+from jaxpage.models.checkpoints.gguf_metadata import read_gguf_header
+from jaxpage.text.gguf_tokenizer import tokenizer_from_gguf
+from jaxpage.text.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
 
 CORPUS = ["Hello world, hello worlds", "a  b\n  c   d", "the quick brown fox 12345", "naïve"] * 3
 TRICKY = "🦙 naïve 漢字かな 👩‍🚀 नमस्ते"
@@ -179,7 +179,7 @@ def test_text_with_a_lone_surrogate_is_a_request_error(tmp_path: Path) -> None:
 def test_importing_and_loading_needs_neither_jax_nor_transformers(tmp_path: Path) -> None:
     save(tmp_path, byte_level(), FAST)
     code = (
-        "import sys; from jaxpage.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1]).encode_chat("
+        "import sys; from jaxpage.text.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1]).encode_chat("
         "[{'role': 'user', 'content': 'hi'}]); print({'jax', 'transformers', 'gguf'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)

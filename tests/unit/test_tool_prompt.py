@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from jaxpage.chat_template import ChatTemplates
 from jaxpage.errors import RequestError
+from jaxpage.text.chat_template import ChatTemplates
 
 ALTERNATING = """\
 {%- for m in messages %}{% if m.role not in ("user", "assistant") or (m.role == "user") != (loop.index0 % 2 == 0) %}\

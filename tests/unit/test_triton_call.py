@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from jaxpage.ops.launch import GPU
+from jaxpage.ops.attention.launch import GPU
 from jaxpage.ops.triton_call import backend_options, of_any_jax, triton_call
 
 EQUATION = SimpleNamespace(invars=["x", "y"])

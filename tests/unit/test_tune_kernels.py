@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxpage.ops.launch import GPU, AttentionLaunch, AttentionShape, choose_launch, tuned_launches
+from jaxpage.ops.attention.launch import GPU, AttentionLaunch, AttentionShape, choose_launch, tuned_launches
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tune_kernels"
 H200 = GPU(num_sms=132, compute_capability=90)

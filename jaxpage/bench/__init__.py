@@ -1,0 +1,1 @@
+"""Benches, a file each."""

@@ -1,0 +1,75 @@
+"""How long /health takes to answer while a server is busy, asked by a process of its own.
+
+In: a server's address. Out: milliseconds of each answer. The clients that keep the server busy would delay a thread of
+theirs as much as the server does.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator
+
+from jaxpage.errors import ConfigError
+
+INTERVAL_SECONDS = 0.02
+_PATIENCE_SECONDS = 60.0
+_NICENESS = -10
+
+
+@contextlib.contextmanager
+def watched(base_url: str) -> Iterator[list[float]]:
+    """Ask every 20 ms meanwhile; the list is filled at the end. Raises `ConfigError` unless all answers are 200."""
+    command = [sys.executable, "-m", "jaxpage.bench.health", base_url]
+    times: list[float] = []
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it has begun
+        try:
+            yield times
+        finally:
+            told, _ = process.communicate()
+        try:
+            times += json.loads(told)
+        except ValueError:
+            raise ConfigError(f"{base_url}/health does not answer as it should: {told.strip() or '?'}") from None
+
+
+def main(base_url: str) -> None:
+    """Ask until standard input closes; then print the milliseconds as a JSON list, or what went wrong.
+
+    Where it may, it goes before the clients that share its processors: it is the server that is measured.
+    """
+    with contextlib.suppress(PermissionError):
+        os.nice(_NICENESS)
+    over = threading.Event()
+
+    def watch_input() -> None:
+        sys.stdin.read()
+        over.set()
+
+    threading.Thread(target=watch_input, daemon=True).start()
+    parts = urllib.parse.urlsplit(base_url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=_PATIENCE_SECONDS)
+    times: list[float] = []
+    print("asking", flush=True)
+    while not times or not over.wait(INTERVAL_SECONDS):
+        started = time.perf_counter()
+        connection.request("GET", parts.path.rstrip("/") + "/health")
+        answer = connection.getresponse()
+        said = answer.read()
+        if answer.status != 200:
+            print(f"{answer.status} {said.decode(errors='replace')}")
+            return
+        times.append(1e3 * (time.perf_counter() - started))
+    print(json.dumps(times))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,1 @@
+"""The engine: its core, its process, and the loops around scheduler and device."""

@@ -1,0 +1,336 @@
+"""The engine: scheduler, runner and the loop around them. Lives in the engine process, or in the caller's."""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from jaxpage.config import EngineConfig
+from jaxpage.engine.loops import LOOPS
+from jaxpage.errors import ConfigError, RequestError
+from jaxpage.kv_cache.hashing import ExtraKeys
+from jaxpage.kv_cache.manager import KVCacheManager
+from jaxpage.kv_cache.snapshot import take_snapshot
+from jaxpage.kv_cache.spec import max_request_tokens
+from jaxpage.models.checkpoints.open import open_for_serving
+from jaxpage.requests.beam_group import BeamGroup
+from jaxpage.requests.beam_search import BeamSearch
+from jaxpage.requests.request import Request
+from jaxpage.runner.runner import Runner
+from jaxpage.sampling_params import MAX_BEAM_WIDTH, MAX_STOP_TOKEN_IDS, nth_seed
+from jaxpage.scheduler.policies import load_policy
+from jaxpage.scheduler.scheduler import Scheduler
+from jaxpage.structured.constraint import Grammars
+from jaxpage.wire import AddRequest, BeamOutput, Outputs, Ready, TokenOutput, sequence_id
+
+if TYPE_CHECKING:
+    from jaxpage.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_GRAMMAR_SECONDS = 0.01
+"""How long an idle engine waits for a grammar before it looks for messages again."""
+
+UTILITIES = (
+    *("reset_prefix_cache", "kv_cache_snapshot", "pause", "resume", "is_paused"),
+    *("sleep", "wake_up", "is_sleeping", "start_profile", "stop_profile"),
+)
+"""What a client may call by name."""
+
+
+def eos_token_ids(generation_config: dict[str, object], config: dict[str, object]) -> list[int]:
+    """The model's end-of-sequence ids: generation_config's word first, then config's; one id or a list."""
+    for source in (generation_config, config):
+        match source.get("eos_token_id"):
+            case int() as token_id:
+                return [token_id]
+            case list() as token_ids:
+                return [int(token_id) for token_id in token_ids]
+    return []
+
+
+class EngineCore:
+    """Requests in, tokens out."""
+
+    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Load and warm up; `progress(done, total)` counts compiled programs.
+
+        Raises `ModelLoadError` or `ConfigError`.
+        """
+        if config.process_id:
+            raise ConfigError(
+                f"--process-id is {config.process_id}: only process 0 takes requests; start this one as "
+                f"`jaxpage serve --process-id {config.process_id}`, which follows it"
+            )
+        policy = load_policy(config.scheduling_policy)  # before the weights: a mistake is told at once
+        checkpoint = open_for_serving(config.model, config.load_format)
+        self.runner = Runner(config, checkpoint, progress)
+        sized = self.runner.engine_plan.config
+        scheduler = Scheduler(
+            KVCacheManager(
+                self.runner.num_blocks,
+                self.runner.layout,
+                max_step_tokens=sized.max_step_tokens,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ),
+            max_num_seqs=sized.max_num_seqs,
+            max_num_batched_tokens=sized.max_num_batched_tokens,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            max_num_partial_prefills=config.max_num_partial_prefills,
+            policy=policy,
+        )
+        self._max_drafts = config.max_drafts
+        self._eos_token_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)[:MAX_STOP_TOKEN_IDS]
+        self.loop = LOOPS[config.engine_mode](scheduler, self.runner)
+        vocab_size = self.runner.model_config.vocab_size
+        self._grammars = Grammars(partial(_load_tokenizer, config.model), vocab_size, self._eos_token_ids)
+        self._constrained: list[Request] = []
+        """Requests whose text must fit a grammar, until they end."""
+        self._num_arrived = 0
+        self._is_paused = False
+        self._keeps_running = False
+        """While paused: whether what runs is kept as it stands."""
+        self._held: list[AddRequest] = []
+        """Requests that came while the engine was paused."""
+        self._ended_early: list[TokenOutput | BeamOutput] = []
+        """What the next step gives besides its own."""
+        self._is_traced = False
+        self.ready = Ready(
+            max_model_len=self.runner.max_model_len,
+            vocab_size=self.runner.model_config.vocab_size,
+            eos_token_ids=self._eos_token_ids,
+            num_blocks=self.runner.num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=sized.max_num_seqs,
+            logits_processors=[processor.name for processor in self.runner.processors],
+            max_beam_tokens=[
+                max_request_tokens(self.runner.layout, (self.runner.num_blocks - 1) // width, sized.max_step_tokens)
+                for width in range(1, MAX_BEAM_WIDTH + 1)
+            ],
+            embedding_size=self.runner.model_config.hidden_size,
+        )
+        self.runner.warm_up()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.loop.scheduler
+
+    @property
+    def has_requests(self) -> bool:
+        return self.scheduler.has_requests
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return (
+            bool(self._ended_early) or self.loop.has_steps_in_flight or (self.has_requests and not self._stands_still)
+        )
+
+    @property
+    def _stands_still(self) -> bool:
+        return self.runner.is_sleeping or (self._is_paused and self._keeps_running)
+
+    def try_add(self, message: AddRequest) -> list[TokenOutput | BeamOutput]:
+        """Queue a request, or hold it while paused. One that makes us fail ends with an error; the others go on."""
+        if self._is_paused:
+            self._held.append(message)
+            return []
+        try:
+            self.add(message)
+        except Exception:
+            logger.exception("request %s fails", message.request_id)
+            width = message.params.n if message.beam is None else 1
+            sequence_ids = [sequence_id(message.request_id, index) for index in range(width)]
+            for failed in sequence_ids:
+                self.abort(failed)
+            return [TokenOutput(failed, [], "error") for failed in sequence_ids]
+        return []
+
+    def add(self, message: AddRequest) -> None:
+        """Queue a request, checked before against the limits of `ready`: all its sequences, or all beams."""
+        eos = () if message.params.ignore_eos else self._eos_token_ids
+        self._num_arrived += 1
+        own = set(message.params.logits_processors)
+        stop_token_ids = frozenset((*message.params.stop_token_ids, *eos))
+        search = None if message.beam is None else BeamSearch(message.beam, stop_token_ids)
+        num_logprobs = -1 if message.params.logprobs is None else max(message.params.logprobs, 0)
+        sequences = [
+            Request(
+                request_id=sequence_id(message.request_id, index),
+                prompt_token_ids=message.prompt_token_ids,
+                params=message.params,
+                seed=nth_seed(message.seed, index),
+                max_tokens=message.max_tokens,
+                max_drafts=self._max_drafts_of(message),
+                stop_token_ids=stop_token_ids,
+                arrival=self._num_arrived,
+                index=index,
+                priority=message.priority,
+                num_logprobs=num_logprobs if search is None else search.num_candidates,
+                num_prompt_logprobs=None if index else message.params.prompt_logprobs,
+                bad_words=message.bad_words,
+                pooling=message.pooling,
+                own_processors=sum(1 << self.ready.logits_processors.index(name) for name in own),
+                extra_keys=None if message.cache_salt is None else ExtraKeys(cache_salt=message.cache_salt),
+            )
+            for index in range(message.params.n if message.beam is None else message.beam.beam_width)
+        ]
+        if (structured := message.params.structured_outputs) is not None:
+            for sequence in sequences:
+                sequence.constraint = self._grammars.constrain(structured, ignore_eos=message.params.ignore_eos)
+        first, *others = sequences
+        if search is not None:
+            BeamGroup(search, sequences)
+        else:
+            for other in others:
+                other.prefix = first
+            first.forks = others
+        self.scheduler.add(first)
+        if structured is not None:
+            self._constrained += sequences
+
+    def _max_drafts_of(self, message: AddRequest) -> int:
+        """None where the host has a say in each token, or looks at all of the vocabulary behind it."""
+        params = message.params
+        if message.beam is not None or params.structured_outputs is not None or params.logprobs == -1:
+            return 0
+        return self._max_drafts
+
+    def abort(self, sequence: str) -> None:
+        """Drop a sequence (`sequence_id`; all beams by the first one's), and free what it holds.
+
+        An unknown one is ignored.
+        """
+        self._held = [message for message in self._held if message.request_id != sequence]
+        self.scheduler.abort(sequence)
+
+    def call(self, utility: str, *args: Any) -> Any:
+        """Run one of `UTILITIES`, which only look at or change what stands between two steps.
+
+        Raises `RequestError` when it cannot be run now.
+        """
+        assert utility in UTILITIES, utility
+        return getattr(self, utility)(*args)
+
+    def pause(self, keep: bool) -> None:
+        """Hold what comes from now on; what is here goes on to its end or, with `keep`, stands still."""
+        self._is_paused, self._keeps_running = True, keep
+
+    def resume(self) -> None:
+        """Go on, with what has come meanwhile. Raises `RequestError` while asleep."""
+        if self.runner.is_sleeping:
+            raise RequestError("the engine is asleep: wake it up first")
+        self._is_paused = False
+        held, self._held = self._held, []
+        for message in held:
+            self._ended_early += self.try_add(message)
+
+    def is_paused(self) -> bool:
+        return self._is_paused
+
+    def sleep(self, offload_weights: bool) -> None:
+        """Free the KV cache's memory; with `offload_weights`, move the weights to the host. What ran is kept."""
+        if self.runner.is_sleeping:
+            return
+        self._ended_early += self.loop.drain()
+        self.scheduler.preempt_all()
+        self.scheduler.kv_cache.reset_prefix_cache()
+        self.runner.sleep(offload_weights=offload_weights)
+
+    def wake_up(self) -> None:
+        """Take the memory again; what ran is computed anew."""
+        if self.runner.is_sleeping:
+            self.runner.wake_up()
+
+    def is_sleeping(self) -> bool:
+        return self.runner.is_sleeping
+
+    def start_profile(self, folder: str) -> None:
+        """Trace what this process and its devices do. Raises `RequestError` if it is being traced, or cannot be."""
+        if self._is_traced:
+            raise RequestError("a profile is being taken: wait for its end")
+        try:
+            self.runner.start_trace(folder)
+        except Exception as error:  # whatever is wrong with the profiler, requests go on
+            raise RequestError(f"no profile can be taken: {error}") from error
+        self._is_traced = True
+
+    def stop_profile(self) -> None:
+        """Write the trace. Raises `RequestError` if that fails."""
+        if not self._is_traced:
+            return
+        self._is_traced = False
+        try:
+            self.runner.stop_trace()
+        except Exception as error:  # such as a full disk
+            raise RequestError(f"the profile cannot be written: {error}") from error
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Refused (False) while any request holds blocks."""
+        return self.scheduler.kv_cache.reset_prefix_cache()
+
+    def kv_cache_snapshot(self) -> dict[str, Any]:
+        """How the KV cache stands; see `kv_cache.snapshot.take_snapshot`."""
+        return take_snapshot(self.scheduler.kv_cache, self.scheduler.running)
+
+    def step(self) -> list[TokenOutput | BeamOutput]:
+        """Take the loop one step on. Returns what is known to have been generated, if anything."""
+        outputs, self._ended_early = self._ended_early, []
+        self.scheduler.token_budget = self.runner.token_budget
+        with self.runner.watched():
+            outputs += self.loop.drain() if self._stands_still else self.loop.step()
+        return outputs + self._look_at_constraints() if self._constrained else outputs
+
+    def use_quiet_moment(self) -> bool:
+        """Do what is better done while there is no work. Returns whether there may be more of that a little later."""
+        return not self.loop.has_steps_in_flight and self.runner.use_quiet_moment()
+
+    def _look_at_constraints(self) -> list[TokenOutput | BeamOutput]:
+        """End requests whose grammar cannot go on. If nobody but grammars has anything to do, wait for one a while."""
+        self._constrained = [request for request in self._constrained if not request.is_finished]
+        failed = []
+        for request in self._constrained:
+            mask = request.constraint.mask if request.constraint is not None else None
+            if mask is not None and mask.done() and (error := mask.exception()) is not None:
+                logger.warning("request %s fails: its grammar cannot go on: %s", request.request_id, error)
+                self.abort(request.request_id)
+                failed.append(TokenOutput(request.request_id, [], "error"))
+        waited_for = [r.constraint.mask for r in self.scheduler.waiting if r.constraint is not None]
+        if waited_for and not self.loop.has_steps_in_flight:
+            wait(waited_for, _GRAMMAR_SECONDS, FIRST_COMPLETED)
+        return list(failed)
+
+    def report(self, outputs: list[TokenOutput | BeamOutput]) -> Outputs:
+        """What a client is told after a step, or after whatever else has changed how the engine stands."""
+        loop = self.loop
+        step_tokens, loop.step_tokens = loop.step_tokens, []
+        started, loop.started = loop.started, []
+        return Outputs(outputs, self.stats(), step_tokens, started)
+
+    def close(self) -> None:
+        """Stop whatever still goes on in the background."""
+        self.runner.close()
+        self._grammars.close()
+
+    def stats(self) -> dict[str, float]:
+        """How the engine stands: counts, and the share of KV blocks in use (0 to 1)."""
+        scheduler = self.scheduler
+        return {
+            "num_requests_running": len(scheduler.running),
+            "num_requests_waiting": len(scheduler.waiting),
+            "kv_cache_usage_perc": scheduler.kv_cache.pool.usage,
+            "num_preemptions": scheduler.num_preemptions,
+            "prefix_cache_queries": scheduler.kv_cache.num_queried_tokens,
+            "prefix_cache_hits": scheduler.kv_cache.num_hit_tokens,
+            "num_steps": self.loop.num_steps,
+            **scheduler.acceptance.stats(),
+            **{f"{phase}_seconds": seconds for phase, seconds in self.loop.seconds.items()},
+            **self.runner.stats,
+        }
+
+
+def _load_tokenizer(model: str) -> "Tokenizer":
+    from jaxpage.text.tokenizer import load_tokenizer  # a tenth of a second that only grammars need
+
+    return load_tokenizer(model)

@@ -1,0 +1,1 @@
+"""The compiled programs, a file each."""

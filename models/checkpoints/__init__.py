@@ -1,0 +1,1 @@
+"""Checkpoint formats, a file each, behind one view."""

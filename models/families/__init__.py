@@ -1,0 +1,1 @@
+"""Model definitions, a file per family, and what they share."""

@@ -1,0 +1,1 @@
+"""Paged attention: the cache, its kernels and their references."""
