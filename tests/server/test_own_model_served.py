@@ -1,5 +1,7 @@
 """A user's own model behind `jaxpage serve`, by its import path."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
