@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 
 from jaxpage.errors import ModelLoadError
 from jaxpage.models.checkpoints.checkpoint import Checkpoint
+from jaxpage.models.checkpoints.open import FORMATS
+from jaxpage.models.checkpoints.packaged import PACKAGED_NAMES
 from jaxpage.models.families import gemma, llama
 from jaxpage.models.families.hf_config import ModelConfig, UnsupportedModelError
 from jaxpage.models.families.parallel import divide_model
@@ -75,6 +77,19 @@ def serve_checkpoint(
         eos_token_ids=tuple(eos_token_ids(checkpoint.generation_config, checkpoint.config)),
         config=cfg,
     )
+
+
+def list_models() -> dict[str, Any]:
+    """What can be served: architectures by family, formats of checkpoints, packaged models, and a user's own."""
+    families: dict[str, list[str]] = {}
+    for architecture, family in FAMILIES.items():
+        families.setdefault(str(getattr(family, "__name__", family)).rpartition(".")[2], []).append(architecture)
+    return {
+        "families": families,
+        "formats": FORMATS,
+        "packaged": list(PACKAGED_NAMES),
+        "own": "package.module:function, which gives a jaxpage.models.served_model.ServedModel",
+    }
 
 
 def eos_token_ids(generation_config: Mapping[str, object], config: Mapping[str, object]) -> list[int]:
