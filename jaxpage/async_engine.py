@@ -410,7 +410,7 @@ class AsyncEngine:
         if stopped:
             self._send(wire.AbortRequests(stopped))
 
-    def _measure(self, request: OpenRequest, output: wire.TokenOutput | wire.BeamOutput, now: float) -> None:
+    def _measure(self, request: OpenRequest, output: wire.SequenceOutput, now: float) -> None:
         new = request.note_tokens(output, now)
         if new.is_first:
             self.metrics.take_first_token(request.metrics, len(request.message.prompt_token_ids))

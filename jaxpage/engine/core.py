@@ -9,21 +9,19 @@ from typing import TYPE_CHECKING, Any
 from jaxpage.config import EngineConfig
 from jaxpage.engine.loops import LOOPS
 from jaxpage.errors import ConfigError, RequestError
-from jaxpage.kv_cache.hashing import ExtraKeys
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.snapshot import take_snapshot
 from jaxpage.kv_cache.spec import max_request_tokens
 from jaxpage.models.served_model import ServedModel
-from jaxpage.requests.beam_group import BeamGroup
-from jaxpage.requests.beam_search import BeamSearch
 from jaxpage.requests.request import Request
+from jaxpage.requests.sequences import sequences_of
 from jaxpage.runner.model import open_model
 from jaxpage.runner.runner import Runner
-from jaxpage.sampling_params import MAX_BEAM_WIDTH, MAX_STOP_TOKEN_IDS, nth_seed
+from jaxpage.sampling_params import MAX_BEAM_WIDTH, MAX_STOP_TOKEN_IDS
 from jaxpage.scheduler.policies import load_policy
 from jaxpage.scheduler.scheduler import Scheduler
 from jaxpage.structured.constraint import Grammars
-from jaxpage.wire import AddRequest, BeamOutput, Outputs, Ready, TokenOutput, sequence_id
+from jaxpage.wire import AddRequest, Outputs, Ready, SequenceOutput, TokenOutput, sequence_id
 
 if TYPE_CHECKING:
     from jaxpage.text.tokenizer import Tokenizer
@@ -88,7 +86,7 @@ class EngineCore:
         """While paused: whether what runs is kept as it stands."""
         self._held: list[AddRequest] = []
         """Requests that came while the engine was paused."""
-        self._ended_early: list[TokenOutput | BeamOutput] = []
+        self._ended_early: list[SequenceOutput] = []
         """What the next step gives besides its own."""
         self._is_traced = False
         self.ready = Ready(
@@ -126,7 +124,7 @@ class EngineCore:
     def _stands_still(self) -> bool:
         return self.runner.is_sleeping or (self._is_paused and self._keeps_running)
 
-    def try_add(self, message: AddRequest) -> list[TokenOutput | BeamOutput]:
+    def try_add(self, message: AddRequest) -> list[SequenceOutput]:
         """Queue a request, or hold it while paused. One that makes us fail ends with an error; the others go on."""
         if self._is_paused:
             self._held.append(message)
@@ -143,57 +141,24 @@ class EngineCore:
         return []
 
     def add(self, message: AddRequest) -> None:
-        """Queue a request, checked before against the limits of `ready`: all its sequences, or all beams."""
-        eos = () if message.params.ignore_eos else self._eos_token_ids
+        """Queue a request with all its sequences, checked before against the limits of `ready`."""
         self._num_arrived += 1
-        own = set(message.params.logits_processors)
-        stop_token_ids = frozenset((*message.params.stop_token_ids, *eos))
-        search = None if message.beam is None else BeamSearch(message.beam, stop_token_ids)
-        num_logprobs = -1 if message.params.logprobs is None else max(message.params.logprobs, 0)
-        sequences = [
-            Request(
-                request_id=sequence_id(message.request_id, index),
-                prompt_token_ids=message.prompt_token_ids,
-                params=message.params,
-                seed=nth_seed(message.seed, index),
-                max_tokens=message.max_tokens,
-                max_drafts=self._max_drafts_of(message),
-                stop_token_ids=stop_token_ids,
-                arrival=self._num_arrived,
-                index=index,
-                priority=message.priority,
-                num_logprobs=num_logprobs if search is None else search.num_candidates,
-                num_prompt_logprobs=None if index else message.params.prompt_logprobs,
-                bad_words=message.bad_words,
-                pooling=message.pooling,
-                own_processors=sum(1 << self.ready.logits_processors.index(name) for name in own),
-                extra_keys=None if message.cache_salt is None else ExtraKeys(cache_salt=message.cache_salt),
-            )
-            for index in range(message.params.n if message.beam is None else message.beam.beam_width)
-        ]
+        sequences = sequences_of(
+            message,
+            arrival=self._num_arrived,
+            eos_token_ids=self._eos_token_ids,
+            max_drafts=self._max_drafts,
+            processors=self.ready.logits_processors,
+        )
         if (structured := message.params.structured_outputs) is not None:
             for sequence in sequences:
                 sequence.constraint = self._grammars.constrain(structured, ignore_eos=message.params.ignore_eos)
-        first, *others = sequences
-        if search is not None:
-            BeamGroup(search, sequences)
-        else:
-            for other in others:
-                other.prefix = first
-            first.forks = others
-        self.scheduler.add(first)
+        self.scheduler.add(sequences[0])
         if structured is not None:
             self._constrained += sequences
 
-    def _max_drafts_of(self, message: AddRequest) -> int:
-        """None where the host has a say in each token, or looks at all of the vocabulary behind it."""
-        params = message.params
-        if message.beam is not None or params.structured_outputs is not None or params.logprobs == -1:
-            return 0
-        return self._max_drafts
-
     def abort(self, sequence: str) -> None:
-        """Drop a sequence (`sequence_id`; all beams by the first one's), and free what it holds.
+        """Drop a sequence (`sequence_id`; a whole group by its first one's), and free what it holds.
 
         An unknown one is ignored.
         """
@@ -269,7 +234,7 @@ class EngineCore:
         """How the KV cache stands; see `kv_cache.snapshot.take_snapshot`."""
         return take_snapshot(self.scheduler.kv_cache, self.scheduler.running)
 
-    def step(self) -> list[TokenOutput | BeamOutput]:
+    def step(self) -> list[SequenceOutput]:
         """Take the loop one step on. Returns what is known to have been generated, if anything."""
         outputs, self._ended_early = self._ended_early, []
         self.scheduler.token_budget = self.runner.token_budget
@@ -281,7 +246,7 @@ class EngineCore:
         """Do what is better done while there is no work. Returns whether there may be more of that a little later."""
         return not self.loop.has_steps_in_flight and self.runner.use_quiet_moment()
 
-    def _look_at_constraints(self) -> list[TokenOutput | BeamOutput]:
+    def _look_at_constraints(self) -> list[SequenceOutput]:
         """End requests whose grammar cannot go on. If nobody but grammars has anything to do, wait for one a while."""
         self._constrained = [request for request in self._constrained if not request.is_finished]
         failed = []
@@ -296,7 +261,7 @@ class EngineCore:
             wait(waited_for, _GRAMMAR_SECONDS, FIRST_COMPLETED)
         return list(failed)
 
-    def report(self, outputs: list[TokenOutput | BeamOutput]) -> Outputs:
+    def report(self, outputs: list[SequenceOutput]) -> Outputs:
         """What a client is told after a step, or after whatever else has changed how the engine stands."""
         loop = self.loop
         step_tokens, loop.step_tokens = loop.step_tokens, []

@@ -67,7 +67,7 @@ def _serve(config: EngineConfig, inbox: "zmq.Socket[bytes]", outbox: "zmq.Socket
     outbox.send(wire.encode(core.ready))
     while True:
         changed = False
-        outputs: list[wire.TokenOutput | wire.BeamOutput] = []
+        outputs: list[wire.SequenceOutput] = []
         if not core.has_work:
             while core.use_quiet_moment() and not inbox.poll(_QUIET_MILLISECONDS):
                 pass

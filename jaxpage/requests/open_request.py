@@ -92,7 +92,7 @@ class OpenRequest:
         """Of all sequences."""
         return sum(sequence.num_tokens for sequence in self._sequences)
 
-    def note_tokens(self, output: wire.TokenOutput | wire.BeamOutput, now: float) -> "NewTokens":
+    def note_tokens(self, output: wire.SequenceOutput, now: float) -> "NewTokens":
         """How many tokens an output brings, and how long they took; `now` in seconds, as in all calls."""
         is_first, name = not self._token_times, output.sequence_id
         since = self._token_times.get(name)
@@ -106,7 +106,7 @@ class OpenRequest:
         """Its first step was sent to the device, so many seconds since the Unix epoch; later ones do not count."""
         self._scheduled_time = self._scheduled_time or seconds
 
-    def take(self, output: wire.TokenOutput | wire.BeamOutput) -> tuple[RequestOutput, bool]:
+    def take(self, output: wire.SequenceOutput) -> tuple[RequestOutput, bool]:
         """Take in new tokens. Returns the request so far, and whether the engine must be told to stop the sequence.
 
         A stop string ends a sequence here, where text is known; the engine goes on until it is told.

@@ -18,7 +18,7 @@ from jaxpage.requests.request import Request
 from jaxpage.runner.programs.program import trace_counts
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduler.scheduler import SchedulerOutput
-from jaxpage.wire import AddRequest, BeamOutput, TokenOutput, sequence_id
+from jaxpage.wire import AddRequest, SequenceOutput, TokenOutput, sequence_id
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 BLOCK_SIZE = 16
@@ -95,7 +95,7 @@ def beams(request_id: str, length: int, max_tokens: int, **params: Any) -> AddRe
     return AddRequest(request_id, tiny.prompt(length), options, 0, max_tokens, beam=search)
 
 
-def serve_any(engine: EngineCore, requests: Sequence[AddRequest]) -> list[TokenOutput | BeamOutput]:
+def serve_any(engine: EngineCore, requests: Sequence[AddRequest]) -> list[SequenceOutput]:
     """Run requests to their end, those with several sequences and beam searches, too."""
     for message in requests:
         engine.add(message)
