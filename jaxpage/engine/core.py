@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpage.config import EngineConfig
 from jaxpage.engine.loops import LOOPS
-from jaxpage.errors import ConfigError, RequestError
+from jaxpage.errors import ConfigError, JaxpageError, RequestError
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.snapshot import take_snapshot
 from jaxpage.kv_cache.spec import max_request_tokens
@@ -21,7 +21,7 @@ from jaxpage.sampling_params import MAX_BEAM_WIDTH, MAX_STOP_TOKEN_IDS
 from jaxpage.scheduler.policies import load_policy
 from jaxpage.scheduler.scheduler import Scheduler
 from jaxpage.structured.constraint import Grammars
-from jaxpage.wire import AddRequest, Outputs, Ready, SequenceOutput, TokenOutput, sequence_id
+from jaxpage.wire import AddRequest, Call, Outputs, Ready, Returned, SequenceOutput, TokenOutput, sequence_id
 
 if TYPE_CHECKING:
     from jaxpage.text.tokenizer import Tokenizer
@@ -165,13 +165,13 @@ class EngineCore:
         self._held = [message for message in self._held if message.request_id != sequence]
         self.scheduler.abort(sequence)
 
-    def call(self, utility: str, *args: Any) -> Any:
-        """Run one of `UTILITIES`, which only look at or change what stands between two steps.
-
-        Raises `RequestError` when it cannot be run now.
-        """
-        assert utility in UTILITIES, utility
-        return getattr(self, utility)(*args)
+    def answer(self, call: Call) -> Returned:
+        """Run one of `UTILITIES`, which only look at or change what stands between two steps."""
+        assert call.utility in UTILITIES, call.utility
+        try:
+            return Returned(call.call_id, getattr(self, call.utility)(*call.args))
+        except JaxpageError as error:
+            return Returned(call.call_id, None, str(error))
 
     def pause(self, keep: bool) -> None:
         """Hold what comes from now on; what is here goes on to its end or, with `keep`, stands still."""

@@ -151,12 +151,8 @@ def scratch_bytes(config: SizedConfig, model: ServedModel, layout: KVLayout, bat
 def _widest_products(model: ServedModel) -> list[int]:
     """Numbers per token that the two widest products of a layer give on each device: its projection and its MLP."""
     matrices = [leaf for leaf in jax.tree.leaves(model.param_shapes) if len(leaf.shape) > 1]
-    widths = {math.prod(leaf.sharding.shard_shape(leaf.shape)[:-1]) for leaf in matrices if not _has_vocab(leaf, model)}
-    return sorted(widths)[-2:]
-
-
-def _has_vocab(leaf: jax.ShapeDtypeStruct, model: ServedModel) -> bool:
-    return model.vocab_size in leaf.shape
+    of_layers = [leaf for leaf in matrices if math.prod(leaf.shape[:-1]) != model.vocab_size]
+    return sorted({math.prod(leaf.sharding.shard_shape(leaf.shape)[:-1]) for leaf in of_layers})[-2:]
 
 
 def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:

@@ -32,7 +32,7 @@ from jaxpage.requests.request import SamplerKind
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.engine_plan import EnginePlan, plan_engine
 from jaxpage.runner.model import model_of_checkpoint
-from jaxpage.runner.programs import program as programs
+from jaxpage.runner.programs import program as program_module
 from jaxpage.runner.programs.fork import FORK
 from jaxpage.runner.programs.pool import POOL
 from jaxpage.runner.programs.program import compile_program, jit_to_measure
@@ -152,7 +152,7 @@ class Structure:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._compiler_options = programs.compiler_options
+        self._compiler_options = program_module.compiler_options
         self._sources = [kernel.src for kernel in KERNELS]
 
     def __enter__(self) -> None:
@@ -164,12 +164,12 @@ class Structure:
         assembler.write_text(ASSEMBLER.format(real=toolkit / "bin/ptxas"), "utf-8")
         assembler.chmod(0o700)
         changes = {"xla_gpu_cuda_data_dir": str(here), "xla_backend_optimization_level": 0}
-        programs.compiler_options = lambda *arguments: compiler_options(*arguments) | changes
+        program_module.compiler_options = lambda *arguments: compiler_options(*arguments) | changes
         for kernel in KERNELS:
             kernel._unsafe_update_src(kernel.src[: kernel.src.index("):\n")] + "):\n    pass\n")
 
     def __exit__(self, *_: object) -> None:
-        programs.compiler_options = self._compiler_options
+        program_module.compiler_options = self._compiler_options
         for kernel, source in zip(KERNELS, self._sources, strict=True):
             kernel._unsafe_update_src(source)
         self._folder.cleanup()
