@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from jaxpage.models.families.hf_config import ModelConfig
-from jaxpage.models.weights import Params, Source, Weight, weight
+from jaxpage.models.sources import Source
+from jaxpage.models.weights import Params, Weight, weight
 from jaxpage.ops.attention.paged import AttentionMetadata, KVCache, LayerMetadata
 from jaxpage.ops.kv_spec import KVSpec
 from jaxpage.ops.matmul import linear

@@ -22,6 +22,7 @@ from jaxpage.models.families.layers import (
 )
 from jaxpage.models.weights import Params, Weight, weight
 from jaxpage.ops.attention.paged import AttentionMetadata, KVCache, LayerMetadata, attend
+from jaxpage.ops.matmul import embed_rows
 from jaxpage.ops.norm import rms_norm
 from jaxpage.ops.rope import rope_cos_sin
 
@@ -110,7 +111,7 @@ def forward(
         x = x + project_out(weights, attended)
         return x + gated_mlp(weights, rms_norm(x, weights["post_norm"], cfg.norm_eps), jax.nn.silu), buffer
 
-    x, kv_cache = run_layers(layer, params["layers"], params["embed"][tokens], kv_cache, metadata)
+    x, kv_cache = run_layers(layer, params["layers"], embed_rows(params["embed"], tokens), kv_cache, metadata)
     return rms_norm(x, params["norm"], cfg.norm_eps), kv_cache
 
 
