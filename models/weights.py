@@ -4,6 +4,7 @@ Each process reads the parts of the checkpoint that its own devices hold. Beside
 holds one shard at a time.
 """
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -137,6 +138,7 @@ def _put_shards(shape: tuple[int, ...], sharding: NamedSharding, read: Callable[
         # Waits, so that the next shard is not read while this one is still in host memory.
         shards += jax.block_until_ready([jax.device_put(host, device) for device in devices])
         del host
+        gc.collect(0)  # JAX lets go of host arrays that have been copied only here, or in the next transfer
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
