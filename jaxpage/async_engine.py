@@ -8,20 +8,21 @@ import asyncio
 import itertools
 import logging
 import random
-import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, cast
 
 import zmq
 import zmq.asyncio
 
 from jaxpage import wire
+from jaxpage.client import Client, error_of
 from jaxpage.config import EngineConfig
-from jaxpage.engine.process import EngineProcess, envelope, error_of
+from jaxpage.engine.process import EngineProcess, envelope
 from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
 from jaxpage.metrics import Metrics
-from jaxpage.outputs import RequestOutput
+from jaxpage.outputs import RequestDelta, RequestOutput
+from jaxpage.requests.accumulate import Accumulator
 from jaxpage.requests.open_request import OpenRequest, Prompt, check_structure, open_request
 from jaxpage.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from jaxpage.text.chat_template import ChatTemplates
@@ -38,12 +39,16 @@ _WAIT_SECONDS = 0.02
 
 
 class RequestStream:
-    """Cumulative outputs of one request, to be read with `async for`. A slow reader skips to the newest."""
+    """Cumulative outputs of one request, to be read with `async for`, or what is new of it (`deltas`).
 
-    def __init__(self, engine: "AsyncEngine", request: OpenRequest) -> None:
-        self._engine = engine
+    A slow reader skips to the newest output, and gets larger deltas.
+    """
+
+    def __init__(self, client: Client, request: OpenRequest) -> None:
+        self._client = client
         self._request = request
-        self._newest: RequestOutput | None = None
+        self._accumulator = Accumulator(request)
+        self._pending: list[RequestDelta] = []
         self._error: JaxpageError | None = None
         self._over = False
         self._changed = asyncio.Event()
@@ -61,31 +66,46 @@ class RequestStream:
 
     async def __anext__(self) -> RequestOutput:
         """The newest output; the last one is `finished`. Raises `EngineDeadError` if the engine dies."""
-        while self._newest is None:
-            if self._error is not None:
-                raise self._error
-            if self._over:
-                raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
-        output, self._newest = self._newest, None
-        self._over = self._over or output.finished
-        return output
+        if (delta := await self._next()) is None:
+            raise StopAsyncIteration
+        self._accumulator.add(delta)
+        return self._accumulator.output()
+
+    async def deltas(self) -> AsyncIterator[RequestDelta]:
+        """What is new, whenever there is something; the last one is `finished`.
+
+        Read either these or the outputs. Raises `EngineDeadError` if the engine dies.
+        """
+        while (delta := await self._next()) is not None:
+            yield delta
 
     def abort(self) -> None:
         """End the request and free what it holds; nothing happens if it is over."""
-        if not self._request.finished:
-            self._engine.abort(self.request_id)
+        self._client.end(self.request_id, "abort")
 
-    def push(self, output: RequestOutput) -> None:
-        """For the engine: a newer output."""
-        self._newest = output
+    def push(self, delta: RequestDelta) -> None:
+        """For the client: there is more."""
+        self._pending.append(delta)
         self._changed.set()
 
     def fail(self, error: JaxpageError) -> None:
-        """For the engine: the stream ends with this error."""
+        """For the client: the stream ends with this error."""
         self._error = error
         self._changed.set()
+
+    async def _next(self) -> RequestDelta | None:
+        """All that has come since the last call, at least one delta; None when the request is over."""
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if self._over:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        delta = RequestDelta.joined(self._pending)
+        self._pending.clear()
+        self._over = delta.finished
+        return delta
 
 
 class AsyncEngine:
@@ -95,21 +115,14 @@ class AsyncEngine:
         self._config = config
         self._process: EngineProcess | None = None
         self._tokenizer: Tokenizer | None = None
-        self._limits: wire.Ready | None = None
-        self._open: dict[str, tuple[OpenRequest, RequestStream]] = {}
         self.metrics = Metrics(self.model_name)
-        self._by_sequence: dict[str, tuple[OpenRequest, RequestStream]] = {}
-        """The same, by what the engine calls the sequences that have not ended."""
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._client = Client(self._send, self.metrics)
         self._tasks: list[asyncio.Task[None]] = []
         self._ready = asyncio.Event()
         self._dead = asyncio.Event()
-        self._death: JaxpageError | None = None
         self._stopping = False
         self._seeds = random.Random(config.seed)
         self._ids = itertools.count()
-        self.stats: dict[str, float] = {}
-        """The engine's newest word on how it stands; see `EngineCore.stats`."""
 
     @property
     def model_name(self) -> str:
@@ -126,19 +139,24 @@ class AsyncEngine:
         return self._dead.is_set()
 
     @property
+    def stats(self) -> dict[str, float]:
+        """The engine's newest word on how it stands; see `EngineCore.stats`."""
+        return self._client.stats
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens of a request, prompt and output; known once ready."""
-        return self._serving().max_model_len
+        return self._client.limits.max_model_len
 
     @property
     def max_num_seqs(self) -> int:
         """Most sequences that run at once; known once ready."""
-        return self._serving().max_num_seqs
+        return self._client.limits.max_num_seqs
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below it; known once ready."""
-        return self._serving().vocab_size
+        return self._client.limits.vocab_size
 
     async def start(self) -> None:
         """Launch the engine process and load the tokenizer meanwhile. Raises `ModelLoadError` for a bad tokenizer."""
@@ -146,7 +164,8 @@ class AsyncEngine:
             self._config, cast("zmq.Context[zmq.Socket[bytes]]", zmq.asyncio.Context.instance())
         )
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model, self._config.chat_template)
+        source, template = self._config.tokenizer_source, self._config.chat_template
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, source, template)
 
     async def wait_ready(self) -> None:
         """Return when requests are served. Raises what kept the engine from starting."""
@@ -156,8 +175,8 @@ class AsyncEngine:
         finally:
             for wait in waits:
                 wait.cancel()
-        if self._death is not None:
-            raise self._death
+        if self._client.death is not None:
+            raise self._client.death
 
     async def wait_dead(self) -> None:
         """Return when the engine process has died."""
@@ -204,7 +223,7 @@ class AsyncEngine:
     async def prepare(self, params: SamplingParams | BeamSearchParams | PoolingParams) -> None:
         """Check in a thread what takes long to check, which is then known to `add_request`. Raises `RequestError`."""
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            limits = self._serving()
+            limits = self._client.limits
             assert self._tokenizer is not None
             await asyncio.to_thread(check_structure, params.structured_outputs, self._tokenizer, limits)
 
@@ -221,7 +240,7 @@ class AsyncEngine:
 
         Raises `RequestError` for a request that cannot be served and `EngineDeadError` when the engine is gone.
         """
-        limits = self._serving()
+        limits = self._client.limits
         assert self._tokenizer is not None
         request = open_request(
             prompt,
@@ -233,25 +252,13 @@ class AsyncEngine:
             priority=priority,
             cache_salt=cache_salt,
         )
-        stream = RequestStream(self, request)
-        self._send(request.message)  # what cannot be sent is not open
-        self._open[request.request_id] = request, stream
-        self._by_sequence.update(dict.fromkeys(request.sequence_ids, (request, stream)))
+        stream = RequestStream(self._client, request)
+        self._client.open(request, stream)
         return stream
 
     def abort(self, request_id: str) -> None:
         """End a request, which gives its stream a last output; an unknown id is ignored."""
-        self._end(request_id, "abort")
-
-    def _end(self, request_id: str, reason: str) -> None:
-        if (found := self._open.pop(request_id, None)) is None:
-            return
-        request, stream = found
-        for sequence_id in request.sequence_ids:
-            self._by_sequence.pop(sequence_id, None)
-        stream.push(request.end(reason))
-        self._measure_end(request, reason)
-        self._send(wire.AbortRequests(request.sequence_ids))
+        self._client.end(request_id, "abort")
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Refused (False) while any request holds blocks."""
@@ -271,13 +278,13 @@ class AsyncEngine:
         if mode not in PAUSE_MODES:
             raise RequestError(f"mode is {mode!r}: it must be one of {', '.join(PAUSE_MODES)}", "mode")
         if mode == "abort":
-            for request_id in tuple(self._open):
+            for request_id in self._client.open_ids:
                 self.abort(request_id)
-        waited_for = set(self._open)
+        waited_for = self._client.open_ids
         await self._call("pause", mode == "keep")
-        while mode == "wait" and waited_for & self._open.keys():
+        while mode == "wait" and waited_for & self._client.open_ids:
             await asyncio.sleep(_WAIT_SECONDS)
-            self._serving()
+            assert self._client.limits, "raises when the engine is gone"
 
     async def resume(self) -> None:
         """Go on after `pause`."""
@@ -315,32 +322,19 @@ class AsyncEngine:
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
 
-    def _serving(self) -> wire.Ready:
-        if self._death is not None:
-            raise EngineDeadError(str(self._death))
-        if self._limits is None:
-            raise EngineDeadError("the engine is still loading: await wait_ready() first")
-        return self._limits
-
     async def _call(self, utility: str, *args: Any) -> Any:
         """Run one of the engine's utilities.
 
         Raises `RequestError` with its own error, and `EngineDeadError` when the engine is gone.
         """
-        self._serving()
-        call_id = next(self._ids)
-        self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._send(wire.Call(call_id, utility, list(args)))
-        try:
-            return await self._calls[call_id]
-        finally:
-            del self._calls[call_id]
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._client.call(answer, utility, *args)
+        return await answer
 
     def _send(self, message: wire.ToEngine) -> None:
         assert self._process is not None
-        if not self.is_dead:
-            # The socket has no high-water mark: the message is queued at once, in order; the future is done.
-            self._process.requests.send_multipart(envelope(message))
+        # The socket has no high-water mark: the message is queued at once, in order; the future is done.
+        self._process.requests.send_multipart(envelope(message))
 
     async def _receive(self) -> None:
         """Everything that the engine says, as long as it lives. If we cannot take it in, nothing may wait for more."""
@@ -356,7 +350,6 @@ class AsyncEngine:
     def _take(self, message: wire.FromEngine) -> None:
         match message:
             case wire.Ready() as limits:
-                self._limits = limits
                 self.metrics.set_config(
                     {
                         "block_size": limits.block_size,
@@ -364,60 +357,12 @@ class AsyncEngine:
                         "enable_prefix_caching": self._config.enable_prefix_caching,
                     }
                 )
+                self._client.take(message)
                 self._ready.set()
-            case wire.Outputs():
-                self.stats = message.stats
-                self.metrics.take_stats(message.stats, message.step_tokens)
-                self._deliver(message)
-            case wire.Returned(call_id, result, error):
-                call = self._calls.get(call_id)
-                if call is None or call.done():
-                    return
-                if error is None:
-                    call.set_result(result)
-                else:
-                    call.set_exception(RequestError(error))
-            case wire.Dead() as dead:
-                self._die(error_of(dead))
-
-    def _deliver(self, message: wire.Outputs) -> None:
-        for sequence_id, seconds in message.started:
-            if (found := self._by_sequence.get(sequence_id)) is not None:
-                found[0].start(seconds)
-        stopped = []
-        now = time.time()
-        for output in message.outputs:
-            if (found := self._by_sequence.get(output.sequence_id)) is None:
-                continue  # aborted meanwhile
-            request, stream = found
-            try:
-                result, must_abort = request.take(output)
-            except Exception:  # whatever its text does to us, the others go on
-                logger.exception("request %s fails", request.request_id)
-                self._end(request.request_id, "error")
-                continue
-            self._measure(request, output, now)
-            if must_abort:
-                stopped.append(output.sequence_id)
-            if must_abort or output.finish_reason is not None:
-                del self._by_sequence[output.sequence_id]
-            if result.finished:
-                del self._open[request.request_id]
-                # The first sequence's: the engine does not know of stop strings.
-                self._measure_end(request, (result.outputs[0].finish_reason if result.outputs else None) or "length")
-            stream.push(result)
-        if stopped:
-            self._send(wire.AbortRequests(stopped))
-
-    def _measure(self, request: OpenRequest, output: wire.TokenOutput | wire.BeamOutput, now: float) -> None:
-        new = request.note_tokens(output, now)
-        if new.is_first:
-            self.metrics.take_first_token(request.metrics, len(request.message.prompt_token_ids))
-        self.metrics.take_tokens(new.num_tokens, new.gap)
-
-    def _measure_end(self, request: OpenRequest, reason: str) -> None:
-        num_prompt_tokens = len(request.message.prompt_token_ids)
-        self.metrics.take_end(request.metrics, reason, num_prompt_tokens, request.num_generated_tokens)
+            case wire.Dead():
+                self._die(error_of(message))
+            case _:
+                self._client.take(message)
 
     async def _watch(self) -> None:
         """Notice a death without last words."""
@@ -429,16 +374,9 @@ class AsyncEngine:
 
     def _die(self, error: JaxpageError) -> None:
         """End every open request with `error`. The first death counts."""
-        if self._death is not None:
+        if self.is_dead:
             return
-        self._death = error
+        self._client.die(error)
         self._dead.set()
-        for _, stream in self._open.values():
-            stream.fail(EngineDeadError(str(error)))
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(EngineDeadError(str(error)))
-        self._open.clear()
-        self._by_sequence.clear()
         if self._ready.is_set() and not self._stopping:
             logger.error("engine: %s", error)

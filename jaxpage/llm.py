@@ -1,111 +1,26 @@
 """Offline inference: `LLM(model).generate(prompts)`. The engine runs in its own process, or in the caller's."""
 
-import os
 import random
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
-import zmq
 from tqdm import tqdm
 
-from jaxpage import wire
+from jaxpage.client import Client
 from jaxpage.config import EngineConfig
-from jaxpage.engine.process import EngineProcess, envelope, error_of
-from jaxpage.errors import EngineDeadError, RequestError
-from jaxpage.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from jaxpage.engine.links import EngineLink, LocalEngine, RemoteEngine
+from jaxpage.errors import ConfigError, EngineDeadError, JaxpageError, RequestError
+from jaxpage.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestDelta, RequestOutput
+from jaxpage.requests.accumulate import Accumulator
 from jaxpage.requests.open_request import OpenRequest, Prompt, open_request
 from jaxpage.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from jaxpage.text.tokenizer import load_tokenizer
 
-_POLL_MS = 250
-
-
-class _LocalEngine:
-    """The engine in the caller's process."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        from jaxpage.engine.core import EngineCore
-
-        self._core = EngineCore(config)
-        self.limits = self._core.ready
-        self.pid = os.getpid()
-
-    def send(self, message: wire.AddRequest | wire.AbortRequests) -> None:
-        if isinstance(message, wire.AddRequest):
-            self._core.add(message)
-        else:
-            for sequence_id in message.sequence_ids:
-                self._core.abort(sequence_id)
-
-    def receive(self) -> wire.Outputs:
-        return self._core.report(self._core.step())
-
-    def call(self, utility: str, *args: Any) -> Any:
-        return self._core.call(utility, *args)
-
-    def stats(self) -> dict[str, float]:
-        return self._core.stats()
-
-    def close(self) -> None:
-        self._core.close()
-        del self._core
-
-
-class _RemoteEngine:
-    """The engine in a process of its own."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._process = EngineProcess(config, self._context)
-        self.pid = self._process.pid
-        self._stats: dict[str, float] = {}
-        self._num_calls = 0
-        self._early: deque[wire.Outputs] = deque()
-        """What came while a call was waited for."""
-        try:
-            ready = self._next()
-            assert isinstance(ready, wire.Ready), "an engine is ready before it says anything else"
-        except BaseException:
-            self.close()
-            raise
-        self.limits = ready
-
-    def send(self, message: wire.AddRequest | wire.AbortRequests) -> None:
-        self._process.requests.send_multipart(envelope(message))
-
-    def receive(self) -> wire.Outputs:
-        message = self._early.popleft() if self._early else self._next()
-        assert isinstance(message, wire.Outputs)
-        self._stats = message.stats
-        return message
-
-    def call(self, utility: str, *args: Any) -> Any:
-        self._num_calls += 1
-        self._process.requests.send_multipart(envelope(wire.Call(self._num_calls, utility, list(args))))
-        while not isinstance(message := self._next(), wire.Returned):
-            assert isinstance(message, wire.Outputs)
-            self._early.append(message)
-        if message.error is not None:
-            raise RequestError(message.error)
-        return message.result
-
-    def stats(self) -> dict[str, float]:
-        return self._stats
-
-    def close(self) -> None:
-        self._process.stop()
-        self._context.destroy(linger=0)
-
-    def _next(self) -> wire.FromEngine:
-        while not self._process.outputs.poll(_POLL_MS):
-            if (death := self._process.death()) is not None:
-                raise death
-        message = wire.decode_from_engine(self._process.outputs.recv())
-        if isinstance(message, wire.Dead):
-            raise error_of(message)
-        return message
+if TYPE_CHECKING:
+    from jaxpage.models.served_model import ServedModel
 
 
 class LLM:
@@ -119,24 +34,41 @@ class LLM:
     with `close()` or `with`, or leave that to garbage collection.
     """
 
-    def __init__(self, model: str = "smollm2-135m", *, multiprocess: bool = True, **options: Any) -> None:
+    def __init__(
+        self, model: "str | ServedModel" = "smollm2-135m", *, multiprocess: bool = True, **options: Any
+    ) -> None:
         """`multiprocess=False` runs the engine in this process, which then holds JAX and the model.
 
-        Raises `ConfigError` or `ModelLoadError`.
+        model: as `EngineConfig.model` or, in this process, the value itself. Raises `ConfigError` or `ModelLoadError`.
         """
-        self.config = EngineConfig(model=model, **options)
-        self.tokenizer = load_tokenizer(model, self.config.chat_template)
-        self._engine = (_RemoteEngine if multiprocess else _LocalEngine)(self.config)
+        given, name = (None, model) if isinstance(model, str) else (model, model.name)
+        if given is not None and multiprocess:
+            raise ConfigError(
+                f"model {name!r} is a value, which cannot be sent to another process: give the import path of a "
+                "function that makes it, package.module:function, or multiprocess=False"
+            )
+        self.config = EngineConfig(model=name, **options)
+        if given is not None and self.config.tokenizer is None:
+            raise ConfigError(f"model {name!r} is your own, which says nothing of a tokenizer: give tokenizer=...")
+        self.tokenizer = load_tokenizer(self.config.tokenizer_source, self.config.chat_template)
+        self._engine: EngineLink = RemoteEngine(self.config) if multiprocess else LocalEngine(self.config, given)
         self._close = weakref.finalize(self, self._engine.close)
         self._seeds = random.Random(self.config.seed)
         self._num_requests = 0
-        self._unfinished: dict[str, tuple[OpenRequest, deque[RequestOutput]]] = {}
-        """Every sequence under way, by what the engine calls it, and where its outputs are waited for."""
+        self._client = Client(self._engine.send)
+        try:
+            while not self._client.is_ready:
+                self._client.take(self._engine.receive())
+                if self._client.death is not None:
+                    raise self._client.death
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of a request, prompt and output."""
-        return self._engine.limits.max_model_len
+        return self._client.limits.max_model_len
 
     @property
     def engine_pid(self) -> int:
@@ -146,7 +78,9 @@ class LLM:
     @property
     def stats(self) -> dict[str, float]:
         """How the engine stood after its last step; see `EngineCore.stats`."""
-        return self._engine.stats()
+        while self._close.alive and self._engine.has_news:
+            self._client.take(self._engine.receive())
+        return self._client.stats
 
     def close(self) -> None:
         """End the engine. Idempotent."""
@@ -171,7 +105,8 @@ class LLM:
 
         `sampling_params` and `priority` (lower goes first, under the priority policy): one for all, or one per prompt.
         `cache_salt`: cached prefixes are shared only with requests of the same salt. Raises `RequestError` before
-        anything runs when one of the requests cannot be served, and `EngineDeadError` when the engine dies.
+        anything runs when one of the requests cannot be served, and `EngineDeadError` when the engine dies. A request
+        that fails later ends with finish reason "error" and what it has generated so far; the others go on.
         """
         batch = _as_batch(prompts)
         params = _per_prompt(
@@ -265,7 +200,11 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, giving its cumulative output after every step. Raises as `generate` does."""
-        yield from self._outputs([self._open(prompt, sampling_params or SamplingParams())])
+        request = self._open(prompt, sampling_params or SamplingParams())
+        accumulator = Accumulator(request)
+        for delta in self._deltas([request]):
+            accumulator.add(delta)
+            yield accumulator.output()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Refused (False) while any request holds blocks."""
@@ -278,7 +217,11 @@ class LLM:
 
     def _call(self, utility: str) -> Any:
         self._check_open()
-        return self._engine.call(utility)
+        answer: Future[Any] = Future()
+        self._client.call(answer, utility)
+        while not answer.done():
+            self._client.take(self._engine.receive())
+        return answer.result()
 
     def _open(
         self,
@@ -294,62 +237,60 @@ class LLM:
             request_id=str(self._num_requests),
             seed=self._seeds.getrandbits(63),
             tokenizer=self.tokenizer,
-            limits=self._engine.limits,
+            limits=self._client.limits,
             priority=priority,
             cache_salt=cache_salt,
         )
 
     def _run(self, requests: list[OpenRequest], use_tqdm: bool) -> list[RequestOutput]:
-        results: dict[str, RequestOutput] = {}
+        accumulators = {request.request_id: Accumulator(request) for request in requests}
         show = use_tqdm and len(requests) > 1
         with tqdm(total=len(requests), desc="generating", unit="request", disable=not show) as bar:
-            for output in self._outputs(requests):
-                if output.finished:
-                    results[output.request_id] = output
+            for delta in self._deltas(requests):
+                accumulators[delta.request_id].add(delta)
+                if delta.finished:
                     bar.update()
-        return [results[request.request_id] for request in requests]
+        return [accumulator.output() for accumulator in accumulators.values()]
 
-    def _outputs(self, requests: list[OpenRequest]) -> Iterator[RequestOutput]:
-        """Send requests and give their outputs as they come, until all are finished. Others may be under way, too."""
-        outputs: deque[RequestOutput] = deque()
-        sequence_ids = [sequence_id for request in requests for sequence_id in request.sequence_ids]
-        num_open = len(requests)
+    def _deltas(self, requests: list[OpenRequest]) -> Iterator[RequestDelta]:
+        """Send requests and give what is new of them, until all are finished. Others may be under way, too."""
         self._check_open()
+        inbox = _Inbox()
+        num_open = len(requests)
         try:
             for request in requests:
-                self._unfinished.update(dict.fromkeys(request.sequence_ids, (request, outputs)))
-                self._engine.send(request.message)
+                self._client.open(request, inbox)
             while num_open:
-                while not outputs:
+                while not inbox.deltas:
                     self._check_open()
-                    self._deliver(self._engine.receive())
-                output = outputs.popleft()
-                num_open -= output.finished
-                yield output
+                    if inbox.error is not None:
+                        raise inbox.error
+                    self._client.take(self._engine.receive())
+                delta = inbox.deltas.popleft()
+                num_open -= delta.finished
+                yield delta
         finally:
-            left = [sequence_id for sequence_id in sequence_ids if self._unfinished.pop(sequence_id, None) is not None]
-            if left and self._close.alive:  # interrupted: the next batch starts clean
-                self._engine.send(wire.AbortRequests(left))
-
-    def _deliver(self, message: wire.Outputs) -> None:
-        """Hand a step's outputs to whoever waits for them."""
-        for sequence_id, seconds in message.started:
-            if (found := self._unfinished.get(sequence_id)) is not None:
-                found[0].start(seconds)
-        for output in message.outputs:
-            if (found := self._unfinished.get(output.sequence_id)) is None:
-                continue  # stopped meanwhile
-            request, waiting = found
-            result, must_abort = request.take(output)
-            if must_abort:
-                self._engine.send(wire.AbortRequests([output.sequence_id]))
-            if must_abort or output.finish_reason is not None:
-                del self._unfinished[output.sequence_id]
-            waiting.append(result)
+            if self._close.alive:
+                for request in requests:  # those that are open were interrupted: the next batch starts clean
+                    self._client.end(request.request_id, "abort")
 
     def _check_open(self) -> None:
         if not self._close.alive:
             raise EngineDeadError("this LLM is closed: make a new one")
+
+
+class _Inbox:
+    """Where the deltas of a batch come in."""
+
+    def __init__(self) -> None:
+        self.deltas: deque[RequestDelta] = deque()
+        self.error: JaxpageError | None = None
+
+    def push(self, delta: RequestDelta) -> None:
+        self.deltas.append(delta)
+
+    def fail(self, error: JaxpageError) -> None:
+        self.error = error
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,5 +1,6 @@
-"""What a request gives back: frozen results, cumulative while a request streams."""
+"""What a request gives back, frozen: what is new of it (a delta), and all of it so far (an output)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -102,10 +103,81 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceDelta:
+    """What is new of one generated sequence. Fields without a word here are as in `CompletionOutput`."""
+
+    index: int
+    text: str
+    """New text; all of them, joined, are the sequence's."""
+    token_ids: list[int]
+    """New tokens."""
+    finish_reason: str | None = None
+    """In the last delta only, as is `stop_reason`."""
+    stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    """Of all tokens so far."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """Of the new tokens."""
+    score: float | None = None
+    embedding: list[float] | None = None
+
+    @staticmethod
+    def joined(deltas: "Sequence[SequenceDelta]") -> "SequenceDelta":
+        """Successive deltas of one sequence, at least one, as a single one."""
+        if len(deltas) == 1:
+            return deltas[0]
+        last = deltas[-1]
+        return SequenceDelta(
+            last.index,
+            "".join([delta.text for delta in deltas]),
+            [token_id for delta in deltas for token_id in delta.token_ids],
+            last.finish_reason,
+            last.stop_reason,
+            last.cumulative_logprob,
+            None if last.logprobs is None else [entry for delta in deltas for entry in delta.logprobs or ()],
+            last.score,
+            last.embedding,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDelta:
+    """What is new of a request."""
+
+    request_id: str
+    outputs: list[SequenceDelta]
+    """Of the sequences that have grown or ended, at most one of each; those of a beam search come when it ends."""
+    finished: bool
+    num_cached_tokens: int = 0
+    """As in `RequestOutput`."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """As in `RequestOutput`, in one delta only."""
+
+    @staticmethod
+    def joined(deltas: "Sequence[RequestDelta]") -> "RequestDelta":
+        """Successive deltas of one request, at least one, as a single one."""
+        if len(deltas) == 1:
+            return deltas[0]
+        of_sequences: dict[int, list[SequenceDelta]] = {}
+        for delta in deltas:
+            for output in delta.outputs:
+                of_sequences.setdefault(output.index, []).append(output)
+        last = deltas[-1]
+        return RequestDelta(
+            last.request_id,
+            [SequenceDelta.joined(found) for _, found in sorted(of_sequences.items())],
+            last.finished,
+            last.num_cached_tokens,
+            next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
     """A prompt as a point in space."""
 
     embedding: list[float]
+    """Empty where the request has failed."""
 
 
 @dataclass(frozen=True, slots=True)

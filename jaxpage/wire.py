@@ -118,10 +118,14 @@ class BeamOutput(msgspec.Struct, frozen=True, tag="beams", array_like=True):
         return self.sequences[0].finish_reason if self.sequences else "length"
 
 
+SequenceOutput = TokenOutput | BeamOutput
+"""What a step gave one sequence, or one search."""
+
+
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
     """Everything that a step gave, and how the engine stands."""
 
-    outputs: list[TokenOutput | BeamOutput]
+    outputs: list[SequenceOutput]
     stats: dict[str, float]
     step_tokens: list[int] = []
     """Tokens of each step dispatched since the last message."""

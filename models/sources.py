@@ -1,110 +1,162 @@
-"""Where a weight's values come from: tensors of the checkpoint, parts of them, and how they are put together."""
+"""A digest of everything that a user's own functions depend on, so that a change makes other programs.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+In: functions. Out: a digest of the files they are written in, of the files that these import, directly or not, and of
+the values that are bound to them. The standard library and installed packages count by their versions alone.
+"""
+
+import ast
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
 
 import numpy as np
 
-from jaxpage.models.checkpoints.checkpoint import Checkpoint, Index
-
-Box = tuple[range, ...]
-"""A part of an array: consecutive positions along each axis."""
+_MAX_CONSTANT_BYTES = 1 << 24
+_PLAIN = (str, int, float, bool, bytes, type(None), complex)
 
 
-@dataclass(frozen=True)
-class Source:
-    """A tensor of the checkpoint, or a part of one, as a part of a `Weight`."""
-
-    name: str
-    """Its Hugging Face name."""
-    shape: tuple[int, ...]
-    """As stored."""
-    view: tuple[int, ...]
-    """As it goes into the weight: each stored axis is one axis or several."""
-    copies: int = 1
-    """How often each slice along the view's first axis goes in, one copy behind the other."""
-    index: Index = ()
-    """The part of the stored tensor that goes in; by default all of it."""
-
-    @property
-    def filled_shape(self) -> tuple[int, ...]:
-        """The shape of what it fills."""
-        return (self.view[0] * self.copies, *self.view[1:])
-
-    def placed(self) -> Iterator[tuple["Source", tuple[int, ...]]]:
-        """Itself, at the origin."""
-        yield self, (0,) * len(self.view)
-
-    def read(self, checkpoint: Checkpoint, box: Box) -> np.ndarray:
-        """The values at `box` of what it fills, in their stored type."""
-        rows, *others = box
-        first, stop = rows.start // self.copies, -(-rows.stop // self.copies)
-        index, shape, cut = self._stored((range(first, stop), *others))
-        values = checkpoint.read(self.name, self.shape, index).reshape(shape)[cut]
-        if self.copies == 1:
-            return values
-        start = rows.start - first * self.copies
-        return np.repeat(values, self.copies, axis=0)[start : start + len(rows)]
-
-    def _stored(self, box: Box) -> tuple[Index, tuple[int, ...], Index]:
-        """Where the values at `box` of the view are stored.
-
-        Returns the smallest index that holds them all, the shape of what is there as part of the view, and where in
-        that they are.
-        """
-        parts = (*self.index, *[slice(None)] * (len(self.shape) - len(self.index)))
-        taken = [range(size)[part] for size, part in zip(self.shape, parts, strict=True)]
-        index, shape, cut = [], [], []
-        for positions, axes in zip(taken, _split(self.view, [len(it) for it in taken]), strict=True):
-            begin, length, run, consecutive = positions.start, len(positions), len(positions), True
-            for axis in axes:
-                size, wanted = self.view[axis], box[axis]
-                run //= size
-                if consecutive:
-                    begin, length = begin + wanted.start * run, len(wanted) * run
-                    shape.append(len(wanted))
-                    cut.append(slice(None))
-                    consecutive = len(wanted) == 1
-                else:
-                    shape.append(size)
-                    cut.append(slice(wanted.start, wanted.stop))
-            index.append(slice(begin, begin + length))
-        return tuple(index), tuple(shape), tuple(cut)
+def digest_of(*functions: Callable[..., Any]) -> str:
+    """See the module. Raises `ValueError` naming a bound value whose representation need not say all."""
+    digest = hashlib.sha256()
+    for function in functions:
+        for part in _parts_of(function, set()):
+            digest.update(part.encode() + b"\0")
+    return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class Join:
-    """Pieces side by side along one axis, which may be joined themselves: all of them have as many axes."""
+def _parts_of(value: Any, seen: set[int]) -> Iterator[str]:
+    """What `value` is made of, as text."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    match value:
+        case partial():
+            yield from _parts_of((value.func, value.args, value.keywords), seen)
+        case MethodType():
+            yield from _parts_of((value.__func__, value.__self__), seen)
+        case FunctionType():
+            yield f"{value.__module__}.{value.__qualname__}"
+            yield _digest_of_module(value.__module__)
+            bound = [cell.cell_contents for cell in value.__closure__ or ()]
+            yield from _parts_of((bound, value.__defaults__ or (), value.__kwdefaults__ or {}), seen)
+        case type():
+            yield f"{value.__module__}.{value.__qualname__}"
+            yield _digest_of_module(value.__module__)
+        case dict():
+            for key, item in value.items():
+                yield repr(key)
+                yield from _parts_of(item, seen)
+        case list() | tuple() | set() | frozenset():
+            yield f"{type(value).__name__} of {len(value)}"
+            for item in value:
+                yield from _parts_of(item, seen)
+        case _ if isinstance(value, _PLAIN):
+            yield repr(value)
+        case ModuleType():
+            yield _digest_of_module(value.__name__)
+        case _ if dataclasses.is_dataclass(value):
+            yield from _parts_of(type(value), seen)
+            yield from _parts_of({each.name: getattr(value, each.name) for each in dataclasses.fields(value)}, seen)
+        case _ if hasattr(value, "__wrapped__"):  # a function behind a decorator of its own, such as `jax.jit`
+            yield from _parts_of(value.__wrapped__, seen)
+        case _ if hasattr(value, "dtype") and hasattr(value, "shape"):
+            array = np.asarray(value)
+            if array.nbytes > _MAX_CONSTANT_BYTES:
+                raise ValueError(
+                    f"a function is bound to an array of {array.shape} {array.dtype}, which would become a constant of "
+                    f"every program, and {_MAX_CONSTANT_BYTES >> 20} MiB are the most: pass it as an argument"
+                )
+            yield f"{array.shape} {array.dtype} {hashlib.sha256(array.tobytes()).hexdigest()}"
+        case _:
+            raise ValueError(
+                f"a function is bound to {value!r} ({type(value).__name__}), and nobody can tell when compiled "
+                "programs are out of date: give a key that changes with it"
+            )
 
-    pieces: tuple["Source | Join", ...]
-    axis: int = 0
 
-    @property
-    def filled_shape(self) -> tuple[int, ...]:
-        """The shape of what it fills."""
-        joined = list(self.pieces[0].filled_shape)
-        joined[self.axis] = sum(piece.filled_shape[self.axis] for piece in self.pieces)
-        return tuple(joined)
-
-    def placed(self) -> Iterator[tuple[Source, tuple[int, ...]]]:
-        """Every source in it, and where the box that it fills begins."""
-        begin = 0
-        for piece in self.pieces:
-            for source, offset in piece.placed():
-                yield source, (*offset[: self.axis], offset[self.axis] + begin, *offset[self.axis + 1 :])
-            begin += piece.filled_shape[self.axis]
+@cache
+def _digest_of_module(name: str) -> str:
+    """Of a module's file and of those that it imports."""
+    digest = hashlib.sha256()
+    for part in sorted(_closure_of(name)):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()
 
 
-def _split(view: tuple[int, ...], sizes: list[int]) -> list[range]:
-    """The axes of `view` that each axis of a tensor of `sizes` becomes."""
-    groups, first = [], 0
-    for size in sizes:
-        last, product = first, 1
-        while product < size:
-            product *= view[last]
-            last += 1
-        assert product == size, f"a tensor of {sizes} has no view {view} that splits its axes"
-        groups.append(range(first, last))
-        first = last
-    groups[-1] = range(groups[-1].start, len(view))  # with the axes of size 1 at the end
-    return groups
+def _closure_of(name: str) -> set[str]:
+    """A module and all that it imports, each as what changes when it does."""
+    found: dict[str, str] = {}
+    todo = [name]
+    while todo:
+        module = todo.pop()
+        if module in found:
+            continue
+        found[module] = text = _identity_of(module)
+        file = _file_of(module)
+        if file is not None and text.startswith("file "):
+            todo += _imports_of(file, module)
+    return set(found.values())
+
+
+def _identity_of(module: str) -> str:
+    """A file's digest, or the version of the package that it is installed with."""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or top in sys.builtin_module_names:
+        return "python " + sys.version
+    if top == "jaxpage":  # its digest is part of the key of every program
+        return "jaxpage"
+    file = _file_of(module)
+    if file is None:
+        return f"module {module}"
+    if _is_installed(file):
+        return f"package {top} {_version_of(top)}"
+    return f"file {module} {hashlib.sha256(file.read_bytes()).hexdigest()}"
+
+
+def _file_of(module: str) -> Path | None:
+    loaded = sys.modules.get(module)
+    origin = getattr(loaded, "__file__", None)
+    if origin is None:
+        try:
+            spec = importlib.util.find_spec(module)
+        except (ImportError, ValueError, AttributeError):
+            return None
+        origin = spec.origin if spec is not None and spec.has_location else None
+    return Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+def _is_installed(file: Path) -> bool:
+    places = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    return any(file.is_relative_to(place) for place in places)
+
+
+@cache
+def _version_of(package: str) -> str:
+    names = importlib.metadata.packages_distributions().get(package, [package])
+    try:
+        return importlib.metadata.version(names[0])
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _imports_of(file: Path, module: str) -> Iterator[str]:
+    """Modules that a file names, wherever in it."""
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = importlib.util.resolve_name("." * node.level + base, package)
+            yield base
+            # A name may be a module inside the package.
+            yield from (f"{base}.{alias.name}" for alias in node.names if _file_of(f"{base}.{alias.name}") is not None)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpage.models.checkpoints.checkpoint import Checkpoint
-from jaxpage.models.sources import Box, Join, Source
+from jaxpage.models.stored import Box, Join, Source
 from jaxpage.ops.quantized import QuantizedWeight, channel_scale, to_int8
 
 Params = Any

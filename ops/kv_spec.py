@@ -17,6 +17,12 @@ class KVSpec:
     """Sliding window: how many positions a query sees, itself included."""
     chunk: int | None = None
     """Chunked local attention: a query sees its own chunk of this many positions, up to itself."""
+    num_heads: int | None = None
+    """Query heads that attend over it, which GPUs must know before a layer is traced; None: as many as KV heads."""
+
+    @property
+    def num_query_heads(self) -> int:
+        return self.num_heads or self.num_kv_heads
 
     def first_visible(self, position: int) -> int:
         """The first position that a query at `position`, or any later one, sees."""

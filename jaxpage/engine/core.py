@@ -8,21 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpage.config import EngineConfig
 from jaxpage.engine.loops import LOOPS
-from jaxpage.errors import ConfigError, RequestError
-from jaxpage.kv_cache.hashing import ExtraKeys
+from jaxpage.errors import ConfigError, JaxpageError, RequestError
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.snapshot import take_snapshot
 from jaxpage.kv_cache.spec import max_request_tokens
-from jaxpage.models.checkpoints.open import open_for_serving
-from jaxpage.requests.beam_group import BeamGroup
-from jaxpage.requests.beam_search import BeamSearch
+from jaxpage.models.served_model import ServedModel
 from jaxpage.requests.request import Request
+from jaxpage.requests.sequences import sequences_of
+from jaxpage.runner.model import open_model
 from jaxpage.runner.runner import Runner
-from jaxpage.sampling_params import MAX_BEAM_WIDTH, MAX_STOP_TOKEN_IDS, nth_seed
+from jaxpage.sampling_params import MAX_BEAM_WIDTH, MAX_STOP_TOKEN_IDS
 from jaxpage.scheduler.policies import load_policy
 from jaxpage.scheduler.scheduler import Scheduler
 from jaxpage.structured.constraint import Grammars
-from jaxpage.wire import AddRequest, BeamOutput, Outputs, Ready, TokenOutput, sequence_id
+from jaxpage.wire import AddRequest, Call, Outputs, Ready, Returned, SequenceOutput, TokenOutput, sequence_id
 
 if TYPE_CHECKING:
     from jaxpage.text.tokenizer import Tokenizer
@@ -39,24 +38,18 @@ UTILITIES = (
 """What a client may call by name."""
 
 
-def eos_token_ids(generation_config: dict[str, object], config: dict[str, object]) -> list[int]:
-    """The model's end-of-sequence ids: generation_config's word first, then config's; one id or a list."""
-    for source in (generation_config, config):
-        match source.get("eos_token_id"):
-            case int() as token_id:
-                return [token_id]
-            case list() as token_ids:
-                return [int(token_id) for token_id in token_ids]
-    return []
-
-
 class EngineCore:
     """Requests in, tokens out."""
 
-    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ServedModel | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
         """Load and warm up; `progress(done, total)` counts compiled programs.
 
-        Raises `ModelLoadError` or `ConfigError`.
+        model: what is served in place of what the options name. Raises `ModelLoadError` or `ConfigError`.
         """
         if config.process_id:
             raise ConfigError(
@@ -64,13 +57,14 @@ class EngineCore:
                 f"`jaxpage serve --process-id {config.process_id}`, which follows it"
             )
         policy = load_policy(config.scheduling_policy)  # before the weights: a mistake is told at once
-        checkpoint = open_for_serving(config.model, config.load_format)
-        self.runner = Runner(config, checkpoint, progress)
-        sized = self.runner.engine_plan.config
+        config, model = open_model(config, model)
+        self.runner = Runner(config, model, progress)
+        plan = self.runner.plan
+        sized = plan.config
         scheduler = Scheduler(
             KVCacheManager(
-                self.runner.num_blocks,
-                self.runner.layout,
+                plan.num_blocks,
+                plan.layout,
                 max_step_tokens=sized.max_step_tokens,
                 enable_prefix_caching=config.enable_prefix_caching,
             ),
@@ -81,10 +75,9 @@ class EngineCore:
             policy=policy,
         )
         self._max_drafts = config.max_drafts
-        self._eos_token_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)[:MAX_STOP_TOKEN_IDS]
+        self._eos_token_ids = list(model.eos_token_ids[:MAX_STOP_TOKEN_IDS])
         self.loop = LOOPS[config.engine_mode](scheduler, self.runner)
-        vocab_size = self.runner.model_config.vocab_size
-        self._grammars = Grammars(partial(_load_tokenizer, config.model), vocab_size, self._eos_token_ids)
+        self._grammars = Grammars(partial(_load_tokenizer, config), model.vocab_size, self._eos_token_ids)
         self._constrained: list[Request] = []
         """Requests whose text must fit a grammar, until they end."""
         self._num_arrived = 0
@@ -93,22 +86,22 @@ class EngineCore:
         """While paused: whether what runs is kept as it stands."""
         self._held: list[AddRequest] = []
         """Requests that came while the engine was paused."""
-        self._ended_early: list[TokenOutput | BeamOutput] = []
+        self._ended_early: list[SequenceOutput] = []
         """What the next step gives besides its own."""
         self._is_traced = False
         self.ready = Ready(
-            max_model_len=self.runner.max_model_len,
-            vocab_size=self.runner.model_config.vocab_size,
+            max_model_len=plan.max_model_len,
+            vocab_size=model.vocab_size,
             eos_token_ids=self._eos_token_ids,
-            num_blocks=self.runner.num_blocks,
+            num_blocks=plan.num_blocks,
             block_size=config.block_size,
             max_num_seqs=sized.max_num_seqs,
-            logits_processors=[processor.name for processor in self.runner.processors],
+            logits_processors=[processor.name for processor in plan.processors],
             max_beam_tokens=[
-                max_request_tokens(self.runner.layout, (self.runner.num_blocks - 1) // width, sized.max_step_tokens)
+                max_request_tokens(plan.layout, (plan.num_blocks - 1) // width, sized.max_step_tokens)
                 for width in range(1, MAX_BEAM_WIDTH + 1)
             ],
-            embedding_size=self.runner.model_config.hidden_size,
+            embedding_size=model.embed_size,
         )
         self.runner.warm_up()
 
@@ -131,7 +124,7 @@ class EngineCore:
     def _stands_still(self) -> bool:
         return self.runner.is_sleeping or (self._is_paused and self._keeps_running)
 
-    def try_add(self, message: AddRequest) -> list[TokenOutput | BeamOutput]:
+    def try_add(self, message: AddRequest) -> list[SequenceOutput]:
         """Queue a request, or hold it while paused. One that makes us fail ends with an error; the others go on."""
         if self._is_paused:
             self._held.append(message)
@@ -148,70 +141,37 @@ class EngineCore:
         return []
 
     def add(self, message: AddRequest) -> None:
-        """Queue a request, checked before against the limits of `ready`: all its sequences, or all beams."""
-        eos = () if message.params.ignore_eos else self._eos_token_ids
+        """Queue a request with all its sequences, checked before against the limits of `ready`."""
         self._num_arrived += 1
-        own = set(message.params.logits_processors)
-        stop_token_ids = frozenset((*message.params.stop_token_ids, *eos))
-        search = None if message.beam is None else BeamSearch(message.beam, stop_token_ids)
-        num_logprobs = -1 if message.params.logprobs is None else max(message.params.logprobs, 0)
-        sequences = [
-            Request(
-                request_id=sequence_id(message.request_id, index),
-                prompt_token_ids=message.prompt_token_ids,
-                params=message.params,
-                seed=nth_seed(message.seed, index),
-                max_tokens=message.max_tokens,
-                max_drafts=self._max_drafts_of(message),
-                stop_token_ids=stop_token_ids,
-                arrival=self._num_arrived,
-                index=index,
-                priority=message.priority,
-                num_logprobs=num_logprobs if search is None else search.num_candidates,
-                num_prompt_logprobs=None if index else message.params.prompt_logprobs,
-                bad_words=message.bad_words,
-                pooling=message.pooling,
-                own_processors=sum(1 << self.ready.logits_processors.index(name) for name in own),
-                extra_keys=None if message.cache_salt is None else ExtraKeys(cache_salt=message.cache_salt),
-            )
-            for index in range(message.params.n if message.beam is None else message.beam.beam_width)
-        ]
+        sequences = sequences_of(
+            message,
+            arrival=self._num_arrived,
+            eos_token_ids=self._eos_token_ids,
+            max_drafts=self._max_drafts,
+            processors=self.ready.logits_processors,
+        )
         if (structured := message.params.structured_outputs) is not None:
             for sequence in sequences:
                 sequence.constraint = self._grammars.constrain(structured, ignore_eos=message.params.ignore_eos)
-        first, *others = sequences
-        if search is not None:
-            BeamGroup(search, sequences)
-        else:
-            for other in others:
-                other.prefix = first
-            first.forks = others
-        self.scheduler.add(first)
+        self.scheduler.add(sequences[0])
         if structured is not None:
             self._constrained += sequences
 
-    def _max_drafts_of(self, message: AddRequest) -> int:
-        """None where the host has a say in each token, or looks at all of the vocabulary behind it."""
-        params = message.params
-        if message.beam is not None or params.structured_outputs is not None or params.logprobs == -1:
-            return 0
-        return self._max_drafts
-
     def abort(self, sequence: str) -> None:
-        """Drop a sequence (`sequence_id`; all beams by the first one's), and free what it holds.
+        """Drop a sequence (`sequence_id`; a whole group by its first one's), and free what it holds.
 
         An unknown one is ignored.
         """
         self._held = [message for message in self._held if message.request_id != sequence]
         self.scheduler.abort(sequence)
 
-    def call(self, utility: str, *args: Any) -> Any:
-        """Run one of `UTILITIES`, which only look at or change what stands between two steps.
-
-        Raises `RequestError` when it cannot be run now.
-        """
-        assert utility in UTILITIES, utility
-        return getattr(self, utility)(*args)
+    def answer(self, call: Call) -> Returned:
+        """Run one of `UTILITIES`, which only look at or change what stands between two steps."""
+        assert call.utility in UTILITIES, call.utility
+        try:
+            return Returned(call.call_id, getattr(self, call.utility)(*call.args))
+        except JaxpageError as error:
+            return Returned(call.call_id, None, str(error))
 
     def pause(self, keep: bool) -> None:
         """Hold what comes from now on; what is here goes on to its end or, with `keep`, stands still."""
@@ -274,7 +234,7 @@ class EngineCore:
         """How the KV cache stands; see `kv_cache.snapshot.take_snapshot`."""
         return take_snapshot(self.scheduler.kv_cache, self.scheduler.running)
 
-    def step(self) -> list[TokenOutput | BeamOutput]:
+    def step(self) -> list[SequenceOutput]:
         """Take the loop one step on. Returns what is known to have been generated, if anything."""
         outputs, self._ended_early = self._ended_early, []
         self.scheduler.token_budget = self.runner.token_budget
@@ -286,7 +246,7 @@ class EngineCore:
         """Do what is better done while there is no work. Returns whether there may be more of that a little later."""
         return not self.loop.has_steps_in_flight and self.runner.use_quiet_moment()
 
-    def _look_at_constraints(self) -> list[TokenOutput | BeamOutput]:
+    def _look_at_constraints(self) -> list[SequenceOutput]:
         """End requests whose grammar cannot go on. If nobody but grammars has anything to do, wait for one a while."""
         self._constrained = [request for request in self._constrained if not request.is_finished]
         failed = []
@@ -301,7 +261,7 @@ class EngineCore:
             wait(waited_for, _GRAMMAR_SECONDS, FIRST_COMPLETED)
         return list(failed)
 
-    def report(self, outputs: list[TokenOutput | BeamOutput]) -> Outputs:
+    def report(self, outputs: list[SequenceOutput]) -> Outputs:
         """What a client is told after a step, or after whatever else has changed how the engine stands."""
         loop = self.loop
         step_tokens, loop.step_tokens = loop.step_tokens, []
@@ -330,7 +290,7 @@ class EngineCore:
         }
 
 
-def _load_tokenizer(model: str) -> "Tokenizer":
+def _load_tokenizer(config: EngineConfig) -> "Tokenizer":
     from jaxpage.text.tokenizer import load_tokenizer  # a tenth of a second that only grammars need
 
-    return load_tokenizer(model)
+    return load_tokenizer(config.tokenizer_source)

@@ -18,9 +18,9 @@ import numpy as np
 
 from jaxpage.requests.request import RequestStatus
 from jaxpage.scheduler.scheduler import PromptPiece, Scheduler, SchedulerOutput
-from jaxpage.wire import BeamOutput, TokenLogprobs, TokenOutput
+from jaxpage.wire import SequenceOutput, TokenLogprobs
 
-Outputs = list[TokenOutput | BeamOutput]
+Outputs = list[SequenceOutput]
 Results = tuple[
     Sequence[list[int]],
     Sequence[list[TokenLogprobs] | None],

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import msgspec
 import zmq
@@ -21,9 +21,6 @@ from jaxpage import wire
 from jaxpage.config import EngineConfig
 from jaxpage.engine.process import IDENTITY
 from jaxpage.errors import JaxpageError
-
-if TYPE_CHECKING:
-    from jaxpage.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +64,7 @@ def _serve(config: EngineConfig, inbox: "zmq.Socket[bytes]", outbox: "zmq.Socket
     outbox.send(wire.encode(core.ready))
     while True:
         changed = False
-        outputs: list[wire.TokenOutput | wire.BeamOutput] = []
+        outputs: list[wire.SequenceOutput] = []
         if not core.has_work:
             while core.use_quiet_moment() and not inbox.poll(_QUIET_MILLISECONDS):
                 pass
@@ -80,18 +77,11 @@ def _serve(config: EngineConfig, inbox: "zmq.Socket[bytes]", outbox: "zmq.Socket
                         core.abort(sequence_id)
                     changed = True
                 case wire.Call():
-                    outbox.send(wire.encode(_call(core, message)))
+                    outbox.send(wire.encode(core.answer(message)))
                     changed = True
         outputs += core.step()
         if outputs or changed:
             outbox.send(wire.encode(core.report(outputs)))
-
-
-def _call(core: "EngineCore", call: wire.Call) -> wire.Returned:
-    try:
-        return wire.Returned(call.call_id, core.call(call.utility, *call.args))
-    except JaxpageError as error:
-        return wire.Returned(call.call_id, None, str(error))
 
 
 def _received(inbox: "zmq.Socket[bytes]", wait: bool) -> Iterator[wire.ToEngine]:

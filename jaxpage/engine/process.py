@@ -20,7 +20,7 @@ import zmq
 from jaxpage import wire
 from jaxpage.config import EngineConfig
 from jaxpage.engine.gpu_memory import share_for_engine
-from jaxpage.errors import ConfigError, EngineDeadError, JaxpageError, ModelLoadError
+from jaxpage.errors import EngineDeadError
 
 IDENTITY = b"engine"
 _SHUTDOWN_SECONDS = 5.0
@@ -86,9 +86,3 @@ def _environment() -> dict[str, str]:
 def envelope(message: wire.ToEngine) -> list[bytes]:
     """A message as the ROUTER socket sends it."""
     return [IDENTITY, wire.encode(message)]
-
-
-def error_of(dead: wire.Dead) -> JaxpageError:
-    """The exception that a `Dead` message stands for."""
-    kinds: dict[str, type[JaxpageError]] = {kind.__name__: kind for kind in (ModelLoadError, ConfigError)}
-    return kinds.get(dead.kind, EngineDeadError)(dead.message)

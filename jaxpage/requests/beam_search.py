@@ -23,15 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxpage.requests.request_group import Continuation
 from jaxpage.sampling_params import BeamSearchParams
-
-
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """A beam of the next step: the tokens (and KV) of live beam `source` of this one, then `token_id`."""
-
-    source: int
-    token_id: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,18 @@
-"""What the API side knows of a request: checking it on arrival, and turning its tokens into text.
+"""What the API side knows of a request: checking it on arrival, and what is new of it whenever tokens come.
 
-In: a prompt and `SamplingParams`. Out: an `AddRequest` for the engine, and cumulative `RequestOutput`s as tokens come.
+In: a prompt and `SamplingParams`. Out: an `AddRequest` for the engine, and a `RequestDelta` for each of its outputs.
 """
 
-import operator
 import time
-from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from jaxpage import wire
 from jaxpage.errors import RequestError
-from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxpage.outputs import Logprob, RequestDelta, RequestMetrics, SequenceDelta
+from jaxpage.requests.detokenize import SequenceText, embedding_of, logprobs_at
 from jaxpage.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -25,7 +23,7 @@ from jaxpage.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from jaxpage.text.tokenizer import IncrementalDecoder, Tokenizer
+from jaxpage.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -54,14 +52,14 @@ class OpenRequest:
         pooling: PoolingParams | None = None,
     ) -> None:
         self.message = message
+        self.prompt = prompt
+        """Its prompt, where it was given as text."""
         self._pooling = pooling
-        num_sequences = message.params.n if message.beam is None else 1
-        self._prompt = prompt
         self._tokenizer = tokenizer
-        self._sequences = [_Sequence(index, message, tokenizer) for index in range(num_sequences)]
+        num_sequences = message.params.n if message.beam is None else 1
+        self._sequences = [SequenceText(index, message, tokenizer) for index in range(num_sequences)]
         self._by_id = dict(zip(self.sequence_ids, self._sequences, strict=True))
         self._num_cached_tokens = 0
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._arrival_time = time.time()
         self._scheduled_time: float | None = None
         self._first_token_time: float | None = None
@@ -83,6 +81,11 @@ class OpenRequest:
         return all(sequence.finish_reason is not None for sequence in self._sequences)
 
     @property
+    def finish_reason(self) -> str | None:
+        """Of its first sequence; None while that grows, and of a beam search that has found nothing."""
+        return self._sequences[0].finish_reason if self._sequences else None
+
+    @property
     def metrics(self) -> RequestMetrics:
         """Its moments so far."""
         return RequestMetrics(self._arrival_time, self._scheduled_time, self._first_token_time, self._finished_time)
@@ -92,7 +95,7 @@ class OpenRequest:
         """Of all sequences."""
         return sum(sequence.num_tokens for sequence in self._sequences)
 
-    def note_tokens(self, output: wire.TokenOutput | wire.BeamOutput, now: float) -> "NewTokens":
+    def note_tokens(self, output: wire.SequenceOutput, now: float) -> NewTokens:
         """How many tokens an output brings, and how long they took; `now` in seconds, as in all calls."""
         is_first, name = not self._token_times, output.sequence_id
         since = self._token_times.get(name)
@@ -106,207 +109,47 @@ class OpenRequest:
         """Its first step was sent to the device, so many seconds since the Unix epoch; later ones do not count."""
         self._scheduled_time = self._scheduled_time or seconds
 
-    def take(self, output: wire.TokenOutput | wire.BeamOutput) -> tuple[RequestOutput, bool]:
-        """Take in new tokens. Returns the request so far, and whether the engine must be told to stop the sequence.
+    def take(self, output: wire.SequenceOutput) -> tuple[RequestDelta, bool]:
+        """Take in new tokens. Returns what is new, and whether the engine must be told to stop the sequence.
 
         A stop string ends a sequence here, where text is known; the engine goes on until it is told.
         """
         self._first_token_time = self._first_token_time or time.time()
+        of_prompt = None
         if output.sequence_id == self.request_id:  # what the other sequences share with this one is no hit
             self._num_cached_tokens = self._num_cached_tokens or output.num_cached_tokens
             if isinstance(output, wire.TokenOutput) and output.prompt_logprobs is not None:
-                self._prompt_logprobs = [None, *self._logprobs_in_prompt(output.prompt_logprobs)]
+                of_prompt = [None, *self._logprobs_in_prompt(output.prompt_logprobs)]
         if isinstance(output, wire.BeamOutput):
             self._sequences = [
-                _Sequence.found(index, self.message, self._tokenizer, beam)
-                for index, beam in enumerate(output.sequences)
+                SequenceText(index, self.message, self._tokenizer) for index in range(len(output.sequences))
             ]
-            return self._output(), False
+            found = zip(self._sequences, output.sequences, strict=True)
+            return self._delta([sequence.take_beam(beam) for sequence, beam in found]), False
         sequence = self._by_id[output.sequence_id]
+        if sequence.finish_reason is not None:  # what the engine gave before it was told to stop
+            return self._delta([]), False
+        embedding = None
         if self._pooling is not None and output.pooled:
-            sequence.embedding = embedding_of(output.pooled, self._pooling)
-        must_abort = sequence.take(output)
-        return self._output(), must_abort
+            embedding = embedding_of(output.pooled, self._pooling)
+        delta = sequence.take(output, embedding)
+        return self._delta([delta], of_prompt), delta.finish_reason is not None and output.finish_reason is None
 
-    def end(self, reason: str) -> RequestOutput:
-        """The request as it stands when it is ended from outside ("abort" or "error")."""
-        for sequence in self._sequences:
-            sequence.end(reason)
-        return self._output()
+    def end(self, reason: str) -> RequestDelta:
+        """End it from outside ("abort" or "error"). Returns the last of each sequence that had not ended."""
+        return self._delta([sequence.end(reason) for sequence in self._sequences if sequence.finish_reason is None])
 
-    def _output(self) -> RequestOutput:
+    def _delta(
+        self, outputs: list[SequenceDelta], prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    ) -> RequestDelta:
         finished = self.finished
         if finished and self._finished_time is None:
             self._finished_time = time.time()
-        return RequestOutput(
-            self.request_id,
-            self._prompt,
-            self.message.prompt_token_ids,
-            [sequence.output() for sequence in self._sequences],
-            finished,
-            self._num_cached_tokens,
-            self.metrics,
-            self._prompt_logprobs,
-        )
+        return RequestDelta(self.request_id, outputs, finished, self._num_cached_tokens, prompt_logprobs)
 
     def _logprobs_in_prompt(self, found: list[wire.TokenLogprobs]) -> Iterator[dict[int, Logprob]]:
         for token_id, one in zip(self.message.prompt_token_ids[1:], found, strict=True):
-            yield _logprobs_at(token_id, one, self._tokenizer)
-
-
-class _Sequence:
-    """One sequence of a request: tokens in, text out."""
-
-    def __init__(self, index: int, message: wire.AddRequest, tokenizer: Tokenizer) -> None:
-        self.finish_reason: str | None = None
-        self._index = index
-        self._params = message.params
-        self._tokenizer = tokenizer
-        self._token_ids: list[int] = []
-        self._decoder = IncrementalDecoder(
-            tokenizer,
-            message.params.skip_special_tokens,
-            message.prompt_token_ids,
-            message.params.shown_special_tokens,
-        )
-        self._text = StopText(message.params)
-        self._stop_reason: int | str | None = None
-        asked = message.params.logprobs is not None
-        self._cumulative_logprob: float | None = 0.0 if asked else None
-        self._logprobs: list[dict[int, Logprob]] | None = [] if asked else None
-        self._score: float | None = None
-        self.embedding: list[float] | None = None
-        self._newest: CompletionOutput | None = None
-
-    @classmethod
-    def found(cls, index: int, message: wire.AddRequest, tokenizer: Tokenizer, beam: wire.BeamSequence) -> "_Sequence":
-        """A sequence that a beam search has found."""
-        sequence = cls(index, message, tokenizer)
-        stop_token_id = beam.token_ids[-1] if beam.token_ids[-1] in message.params.stop_token_ids else None
-        sequence.take(wire.TokenOutput("", beam.token_ids, beam.finish_reason, stop_token_id))
-        sequence._cumulative_logprob, sequence._score = beam.cumulative_logprob, beam.score
-        return sequence
-
-    def take(self, output: wire.TokenOutput) -> bool:
-        """Take in new tokens; returns whether a stop string has ended the sequence before the engine did."""
-        if self.finish_reason is not None:
-            return False
-        self._newest = None
-        params = self._params
-        reason, stop_reason = output.finish_reason, output.stop_token_id
-        stopped: str | None = None
-        for position, token_id in enumerate(output.token_ids):
-            self._token_ids.append(token_id)
-            if output.logprobs is not None and self._logprobs is not None:
-                found = output.logprobs[position]
-                self._logprobs.append(_logprobs_at(token_id, found, self._tokenizer))
-                self._cumulative_logprob = (self._cumulative_logprob or 0.0) + found.logprob
-            is_end = reason == "stop" and not output.ends_in_text and position == len(output.token_ids) - 1
-            delta = "" if is_end else self._decoder.add([token_id])
-            stopped = self._text.add(delta, may_stop=len(self._token_ids) >= params.min_tokens)
-            if stopped is not None:
-                break
-        if stopped is None and reason is not None:
-            stopped = self._text.finish(self._decoder.finish(), may_stop=len(self._token_ids) >= params.min_tokens)
-        if stopped is not None:
-            self.finish_reason, self._stop_reason = "stop", stopped
-            return reason is None
-        self.finish_reason, self._stop_reason = reason, stop_reason
-        return False
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._token_ids)
-
-    def end(self, reason: str) -> None:
-        """End the sequence from outside, unless it has ended."""
-        if self.finish_reason is None:
-            self._newest = None
-            self.finish_reason = reason
-            self._text.finish("", may_stop=False)
-
-    def output(self) -> CompletionOutput:
-        """The sequence so far; the same object until there is more of it."""
-        if self._newest is None:
-            self._newest = CompletionOutput(
-                self._index,
-                self._text.visible,
-                list(self._token_ids),
-                self.finish_reason,
-                self._stop_reason,
-                self._cumulative_logprob,
-                None if self._logprobs is None else list(self._logprobs),
-                self._score,
-                self.embedding,
-            )
-        return self._newest
-
-
-def _logprobs_at(token_id: int, found: wire.TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """Log-probabilities by token: the token itself first, then the most probable ones in order."""
-    top = _ranked(found.vocabulary) if found.vocabulary else found.top
-    ranked = {alternative: (logprob, rank) for rank, (alternative, logprob) in enumerate(top, 1)}
-    ranked = {token_id: (found.logprob, found.rank)} | ranked
-    return {i: Logprob(logprob, rank, tokenizer.text_of(i)) for i, (logprob, rank) in ranked.items()}
-
-
-def _ranked(vocabulary: bytes) -> list[tuple[int, float]]:
-    """All tokens with their log-probabilities, the most probable first."""
-    row = array("f", vocabulary)
-    return sorted(enumerate(row), key=operator.itemgetter(1), reverse=True)
-
-
-class StopText:
-    """Text that ends at the earliest stop string to complete. What may belong to one is held back."""
-
-    def __init__(self, params: SamplingParams) -> None:
-        self.visible = ""
-        """What may be shown; it only grows."""
-        self._held = ""
-        self._stops = params.stop
-        self._longest = max((len(stop) for stop in params.stop), default=0)
-        self._include = params.include_stop_str_in_output
-
-    def add(self, delta: str, *, may_stop: bool) -> str | None:
-        """Add text. Returns the stop string that it completes, if any; without `may_stop` it is plain text."""
-        if not self._stops:
-            self.visible += delta
-            return None
-        num_old = len(self._held)
-        self._held += delta
-        if may_stop and (found := self._first_complete(num_old)) is not None:
-            start, stop = found
-            self.visible += self._held[: start + len(stop) if self._include else start]
-            self._held = ""
-            return stop
-        keep = self._unfinished_from() if may_stop else max(0, len(self._held) - self._longest + 1)
-        self.visible += self._held[:keep]
-        self._held = self._held[keep:]
-        return None
-
-    def finish(self, delta: str, *, may_stop: bool) -> str | None:
-        """The last text. Returns the stop string that it completes, if any."""
-        stopped = self.add(delta, may_stop=may_stop)
-        if stopped is None:
-            self.visible += self._held
-            self._held = ""
-        return stopped
-
-    def _first_complete(self, num_old: int) -> tuple[int, str] | None:
-        """Where the stop string starts whose last character comes first, past the first `num_old` held ones.
-
-        One that was complete before, when it could not stop, is plain text.
-        """
-        starts = [(self._held.find(stop, max(0, num_old - len(stop) + 1)), stop) for stop in self._stops]
-        found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
-        return min(found)[1:] if found else None
-
-    def _unfinished_from(self) -> int:
-        """Where the longest tail begins that may grow into a stop string."""
-        for start in range(max(0, len(self._held) - self._longest + 1), len(self._held)):
-            if any(stop.startswith(self._held[start:]) for stop in self._stops):
-                return start
-        return len(self._held)
+            yield logprobs_at(token_id, one, self._tokenizer)
 
 
 def open_request(
@@ -385,14 +228,6 @@ def open_request(
         request_id, token_ids, params, seed, max_tokens, priority, cache_salt, beam, bad_words, kind
     )
     return OpenRequest(message, text, tokenizer, pooling)
-
-
-def embedding_of(pooled: bytes, params: PoolingParams) -> list[float]:
-    """Pooled hidden states (float32) as they are asked for."""
-    vector = np.frombuffer(pooled, np.float32)[: params.dimensions].astype(np.float64)
-    length = float(np.linalg.norm(vector))
-    found: list[float] = (vector / length if params.normalize and length else vector).astype(np.float32).tolist()
-    return found
 
 
 def check_structure(structured: StructuredOutputsParams, tokenizer: Tokenizer, limits: wire.Ready) -> None:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxpage.kv_cache.hashing import BlockKey, ExtraKeys, block_keys
+from jaxpage.requests.request_group import RequestGroup
 from jaxpage.sampling_params import Pooling, SamplingParams
 from jaxpage.wire import TokenLogprobs
 
 if TYPE_CHECKING:
-    from jaxpage.requests.beam_group import BeamGroup
     from jaxpage.structured.constraint import Constraint
 
 
@@ -75,8 +75,8 @@ class Request:
     """A request with the same prompt, to fork from; it must run and its prompt must be computed."""
     forks: "list[Request]" = field(default_factory=list)
     """Requests that wait for this one's prompt in order to fork from it."""
-    beams: "BeamGroup | None" = None
-    """The beam search that it is a beam of."""
+    group: "RequestGroup[Request] | None" = None
+    """The requests that it advances with, this one included."""
     constraint: "Constraint | None" = None
     """What its text must fit."""
     token_ids: list[int] = field(init=False)

@@ -13,11 +13,11 @@ from operator import attrgetter
 import numpy as np
 
 from jaxpage.kv_cache.manager import BlockCopy, KVCacheManager, NewBlocks
-from jaxpage.requests.beam_group import BeamGroup
 from jaxpage.requests.request import Request, RequestStatus, SamplerKind
+from jaxpage.requests.request_group import RequestGroup
 from jaxpage.scheduler.policies import FirstComeFirstServed, Policy
 from jaxpage.speculative.acceptance import Acceptance
-from jaxpage.wire import BeamOutput, BeamSequence, TokenLogprobs, TokenOutput
+from jaxpage.wire import SequenceOutput, TokenLogprobs, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         """In the policy's order."""
         self.running: list[Request] = []
-        """In order of admission; the beams of a search stand together."""
+        """In order of admission; the members of a group stand together."""
         self.num_preemptions = 0
         self.acceptance = Acceptance()
         self._policy = policy or FirstComeFirstServed()
@@ -136,11 +136,11 @@ class Scheduler:
         return bool(self._requests)
 
     def add(self, request: Request) -> None:
-        """Queue a request. It must fit alone: prompt and output, of all beams, within the pool (checked on arrival).
+        """Queue a request. It must fit alone: prompt and output, of all its group (checked on arrival).
 
         Its `forks` are queued when its prompt is computed.
         """
-        num_rows = len(_all_members(request))
+        num_rows = len(_members(request))
         num_blocks = num_rows * self.kv_cache.num_blocks_for(request.num_prompt_tokens + request.max_tokens - 1)
         assert num_rows <= self._max_num_seqs, f"{request.request_id} needs more rows than there are"
         assert num_blocks <= self.kv_cache.pool.num_usable, f"{request.request_id} needs more blocks than there are"
@@ -152,13 +152,13 @@ class Scheduler:
     def abort(self, request_id: str) -> Request | None:
         """Drop a request wherever it is and free what it holds. Returns it, or None if it is not known (any more).
 
-        Requests that would fork from it live on; a search is dropped whole.
+        Requests that would fork from it live on; a group is dropped whole.
         """
         request = self._requests.get(request_id)
         if request is None:
             return None
         if request.status is RequestStatus.RUNNING:
-            for member in _members(request):
+            for member in _live_members(request):
                 self.running.remove(member)
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -207,14 +207,14 @@ class Scheduler:
         logprobs: Sequence[list[TokenLogprobs] | None] | None = None,
         pieces: Sequence[PromptPiece | None] | None = None,
         num_proposed: Sequence[int] | None = None,
-    ) -> list[TokenOutput | BeamOutput]:
+    ) -> list[SequenceOutput]:
         """Take in the results of a step: `sampled[i]` belongs to `output.requests[i]`, empty where its prompt goes on.
 
         It holds the drafts that the step accepted and the token behind them; `num_proposed[i]` says how many new drafts
         there are. Tokens of a request that was preempted meanwhile are delivered all the same; they will be
         computed as known. What follows a token that ends a request is dropped.
         """
-        outputs: list[TokenOutput | BeamOutput] = []
+        outputs: list[SequenceOutput] = []
         block_size = self.kv_cache.block_size
         for index, (request, token_ids) in enumerate(zip(output.requests, sampled, strict=True)):
             if pieces is not None:
@@ -222,10 +222,14 @@ class Scheduler:
             if not token_ids or request.status is RequestStatus.FINISHED:
                 continue  # its prompt goes on, or the step was dispatched before its end was known
             found = logprobs[index] if logprobs is not None else None
-            if request.beams is not None:
-                # Beams that were preempted start anew together.
-                if request.status is RequestStatus.RUNNING and found is not None:
-                    outputs.extend(self._advance(request.beams, request, found[0]))
+            if request.group is not None:
+                # Members that were preempted start anew together.
+                if (
+                    request.status is RequestStatus.RUNNING
+                    and found is not None
+                    and (result := self._advance(request.group, request, found[0])) is not None
+                ):
+                    outputs.append(result)
                 continue
             if request.forks:
                 self._release_forks(request)
@@ -283,7 +287,7 @@ class Scheduler:
             if num_new > 1:
                 num_new = min(num_new, self._chunk, step.budget)
             elif num_new == 0 or num_computed - request.num_drafts_in_flight >= request.max_computed_tokens:
-                index += 1  # a beam that waits for the others, or one whose last token is in flight
+                index += 1  # it waits for the others of its group, or one whose last token is in flight
                 continue
             if num_new == 1 and request.max_drafts:
                 # Drafts take what is left when all that follow have a token, and those that wait half of the budget.
@@ -294,7 +298,7 @@ class Scheduler:
             if added is None:
                 preempted = True
                 victim = self._policy.victim(running)
-                index -= sum(running.index(member) < index for member in _members(victim))
+                index -= sum(running.index(member) < index for member in _live_members(victim))
                 self._preempt(victim, step)
                 continue
             step.take(request, num_new, added)
@@ -324,20 +328,20 @@ class Scheduler:
             if not request.can_begin or (self._is_long(request) and num_long >= self._max_num_partial_prefills):
                 index += 1  # others go before it
                 continue
-            members, everyone = _members(request), _all_members(request)
-            if len(everyone) > len(self._free_rows) or not self._has_room_for(members):
+            live, members = _live_members(request), _members(request)
+            if len(members) > len(self._free_rows) or not self._has_room_for(live):
                 break
             if not self._begin(request, step):
                 break
             del self.waiting[index]
-            for member in everyone:
+            for member in members:
                 member.row = self._free_rows.pop()
             self._start(request, step)
-            for member in members[1:]:
+            for member in live[1:]:
                 begun = self._begin(member, step)
-                assert begun, "all beams were promised room"
+                assert begun, "all of a group were promised room"
                 self._start(member, step)
-            num_long += sum(map(self._is_long, members))
+            num_long += sum(map(self._is_long, live))
 
     def _is_long(self, request: Request) -> bool:
         """Whether it counts for `max_num_partial_prefills`: it takes more than one further step to compute."""
@@ -413,68 +417,65 @@ class Scheduler:
             self._wait(fork)
         request.forks = []
 
-    def _advance(self, group: BeamGroup, request: Request, found: TokenLogprobs) -> list[TokenOutput | BeamOutput]:
-        """Take in how a beam could go on; when all have said so, let the search choose."""
-        if not group.report(request, found.top):
-            return []
-        first, before = self.running.index(group.beams[0]), group.live
-        continuations = group.advance()
-        if not continuations:
+    def _advance(self, group: RequestGroup[Request], request: Request, found: TokenLogprobs) -> SequenceOutput | None:
+        """Take in what a step gave a member of a group, and let the group go on or end when it knows how."""
+        before = group.live
+        result = group.take(request, found)
+        if result is None:
+            return None
+        first = self.running.index(before[0])
+        if not isinstance(result, Sequence):
             del self.running[first : first + len(before)]
-            self._finish(group.beams[0])
-            sequences = [
-                BeamSequence(list(beam.token_ids), beam.cumulative_logprob, beam.score, beam.finish_reason)
-                for beam in group.search.results()
-            ]
-            return [BeamOutput(group.beams[0].request_id, sequences, group.beams[0].num_cached_tokens or 0)]
+            self._finish(group.members[0])
+            return result
         self.running[first : first + len(before)] = group.live
-        for beam in group.live:
-            beam.status = RequestStatus.RUNNING
+        for member in group.live:
+            member.status = RequestStatus.RUNNING
         copies = self.kv_cache.reorder(
-            [beam.request_id for beam in group.beams],
-            [continuation.source for continuation in continuations],
-            group.beams[0].num_computed_tokens,
+            [member.request_id for member in group.members],
+            [continuation.source for continuation in result],
+            group.members[0].num_computed_tokens,
         )
         if copies is None:
-            self._preempt(group.beams[0], None)
-            return []
+            self._preempt(group.members[0], None)
+            return None
         self._block_copies += copies
         self._row_forks += [
-            RowFork(before[continuation.source].row, beam.row, continuation.token_id)
-            for beam, continuation in zip(group.live, continuations, strict=True)
+            RowFork(before[continuation.source].row, member.row, continuation.token_id)
+            for member, continuation in zip(group.live, result, strict=True)
         ]
-        return []
+        return None
 
     def _preempt(self, victim: Request, step: "_Step | None") -> None:
         """Take a running request off: its KV is dropped and will be computed again. It queues before newer ones.
 
-        What `step` has scheduled of it is taken back. All beams of a search go together.
+        What `step` has scheduled of it is taken back. All of a group go together.
         """
         self.num_preemptions += 1
-        for member in _members(victim):
+        for member in _live_members(victim):
             self.running.remove(member)
             if step is not None:
                 step.drop(member)
             member.status = RequestStatus.PREEMPTED
             member.num_computed_tokens = 0
-        if victim.beams is not None:
-            victim.beams.forget()
-            victim = victim.beams.beams[0]
+        if victim.group is not None:
+            victim.group.forget()
+            victim = victim.group.members[0]
         self._release(victim)
         self._wait(victim)
 
     def _finish(self, request: Request) -> None:
         self._release_forks(request)
         self._release(request)
-        for member in _all_members(request):
+        for member in _members(request):
             member.status = RequestStatus.FINISHED
         del self._requests[request.request_id]
 
     def _release(self, request: Request) -> None:
-        """Give back the blocks and rows of a request, of all beams if it is one; copies into them are called off."""
-        rows = [member.row for member in _all_members(request) if member.row >= 0]
+        """Give back the blocks and rows of a request, of all its group; copies into them are called off."""
+        rows = [member.row for member in _members(request) if member.row >= 0]
         self._free_rows += rows
-        for member in _all_members(request):
+        for member in _members(request):
             self.kv_cache.free(member.request_id)
             member.row = -1
         ref_counts = self.kv_cache.pool.ref_counts
@@ -482,9 +483,9 @@ class Scheduler:
         self._block_copies = [(source, target) for source, target in self._block_copies if ref_counts[target] > 0]
 
 
-def _members(request: Request) -> Sequence[Request]:
-    """The requests that run, are preempted and resume together: the live beams of a search, or the request itself."""
-    return [request] if request.beams is None else request.beams.live
+def _live_members(request: Request) -> Sequence[Request]:
+    """The requests that compute together: the live ones of its group, or the request itself."""
+    return [request] if request.group is None else request.group.live
 
 
 def _take_piece(request: Request, piece: PromptPiece | None) -> None:
@@ -495,9 +496,9 @@ def _take_piece(request: Request, piece: PromptPiece | None) -> None:
             request.add_pooled(first, total)
 
 
-def _all_members(request: Request) -> Sequence[Request]:
-    """The requests that have a row as long as this one has: all beams of a search, or the request itself."""
-    return [request] if request.beams is None else request.beams.beams
+def _members(request: Request) -> Sequence[Request]:
+    """The requests that have a row as long as this one has: all of its group, or the request itself."""
+    return [request] if request.group is None else request.group.members
 
 
 class _Step:
@@ -521,7 +522,7 @@ class _Step:
                 self.new_blocks.append((request.row, new.group, index, block_id))
         request.num_computed_tokens += num_tokens
         num_drafts = request.num_computed_tokens - len(request.token_ids) - request.num_in_flight
-        if num_drafts >= 0 and request.beams is None:  # beams go on when the host has chosen among them
+        if num_drafts >= 0 and request.group is None:  # a group goes on when all its results are there
             request.num_in_flight += 1 + num_drafts
             if num_drafts:
                 request.num_drafts_in_flight += num_drafts

@@ -312,15 +312,15 @@ class Engine:
         assert waiting == sorted(waiting, key=self.policy.key)
         known = [*running, *waiting, *(fork for request in (*running, *waiting) for fork in request.forks)]
         assert len({id(request) for request in known}) == len(known)
-        heads = [request for request in known if request.beams is None or request is request.beams.beams[0]]
+        heads = [request for request in known if request.group is None or request is request.group.members[0]]
         assert {request.request_id for request in heads} == self.live.keys()
-        owners = [r for head in heads for r in ([head] if head.beams is None else head.beams.beams)]
+        owners = [r for head in heads for r in ([head] if head.group is None else head.group.members)]
         assert all(0 <= owner.num_drafts_in_flight <= owner.num_in_flight for owner in owners)
         rows = [request.row for request in owners if request.row >= 0]
         assert sorted([*rows, *self.scheduler._free_rows]) == list(range(self.options.max_num_seqs))
         for head in heads:
             if head in running:
-                members = [head] if head.beams is None else head.beams.live
+                members = [head] if head.group is None else head.group.live
                 first = running.index(head)
                 assert running[first : first + len(members)] == members, "the beams of a search do not stand together"
                 assert all(request.status is RequestStatus.RUNNING for request in members)

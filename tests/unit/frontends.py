@@ -8,11 +8,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxpage.errors import RequestError
 from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.requests.accumulate import Accumulator
 from jaxpage.requests.open_request import OpenRequest, Prompt, open_request
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.text.chat_template import ChatTemplates
 from jaxpage.text.tokenizer import Tokenizer
-from jaxpage.wire import Ready, TokenOutput
+from jaxpage.wire import AddRequest, Ready, SequenceOutput, TokenOutput
 
 TEXT = "Zwölf Boxkämpfer 🦙 漢字かな"
 
@@ -42,11 +43,43 @@ LIMITS = Ready(
 )
 
 
+class ReadRequest:
+    """An open request with someone who reads its outputs."""
+
+    def __init__(self, request: OpenRequest) -> None:
+        self.request = request
+        self._accumulator = Accumulator(request)
+
+    @property
+    def message(self) -> AddRequest:
+        return self.request.message
+
+    @property
+    def sequence_ids(self) -> list[str]:
+        return self.request.sequence_ids
+
+    @property
+    def finished(self) -> bool:
+        return self.request.finished
+
+    def take(self, output: SequenceOutput) -> tuple[RequestOutput, bool]:
+        """The request so far, and whether the engine must be told to stop the sequence."""
+        delta, must_abort = self.request.take(output)
+        self._accumulator.add(delta)
+        return self._accumulator.output(), must_abort
+
+    def end(self, reason: str) -> RequestOutput:
+        self._accumulator.add(self.request.end(reason))
+        return self._accumulator.output()
+
+
 def opened(
     prompt: Prompt = "Hi", params: SamplingParams | BeamSearchParams | None = None, *, seed: int = 5, **options: Any
-) -> OpenRequest:
+) -> ReadRequest:
     params = params or SamplingParams()
-    return open_request(prompt, params, request_id="r", seed=seed, tokenizer=TOKENIZER, limits=LIMITS, **options)
+    return ReadRequest(
+        open_request(prompt, params, request_id="r", seed=seed, tokenizer=TOKENIZER, limits=LIMITS, **options)
+    )
 
 
 def refusal(
@@ -63,7 +96,7 @@ def completion(output: RequestOutput) -> CompletionOutput:
 
 
 def stream(
-    request: OpenRequest, token_ids: list[int], last: TokenOutput | None = None
+    request: ReadRequest, token_ids: list[int], last: TokenOutput | None = None
 ) -> list[tuple[RequestOutput, bool]]:
     """Feed tokens one by one, and then `last`, until the request is finished."""
     taken = []

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxpage.models.checkpoints.checkpoint import Index
 from jaxpage.models.checkpoints.safetensors import SafetensorsCheckpoint
-from jaxpage.models.sources import Join, Source
+from jaxpage.models.stored import Join, Source
 from jaxpage.models.weights import Weight, load_params, param_shapes, weight
 from jaxpage.ops.matmul import embed_rows, linear
 

@@ -14,7 +14,7 @@ from jaxpage.requests.request import Request
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduler.policies import Policy
 from jaxpage.scheduler.scheduler import Scheduler, SchedulerOutput
-from jaxpage.wire import BeamOutput, TokenLogprobs, TokenOutput, sequence_id
+from jaxpage.wire import SequenceOutput, TokenLogprobs, sequence_id
 
 STOP = 99
 
@@ -125,16 +125,14 @@ def alternatives(output: SchedulerOutput) -> list[list[TokenLogprobs] | None]:
     ]
 
 
-def step(target: Scheduler, token_id: int = 7) -> tuple[SchedulerOutput, list[TokenOutput | BeamOutput]]:
+def step(target: Scheduler, token_id: int = 7) -> tuple[SchedulerOutput, list[SequenceOutput]]:
     output = target.schedule()
     tokens = target.update(output, sample(output, token_id), alternatives(output))
     target.kv_cache.check_integrity()
     return output, tokens
 
 
-def steps_while(
-    target: Scheduler, going: Callable[[], bool]
-) -> Iterator[tuple[SchedulerOutput, list[TokenOutput | BeamOutput]]]:
+def steps_while(target: Scheduler, going: Callable[[], bool]) -> Iterator[tuple[SchedulerOutput, list[SequenceOutput]]]:
     for _ in range(1000):
         if not going():
             return

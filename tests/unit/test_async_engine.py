@@ -14,7 +14,9 @@ from frontends import LIMITS, TOKENIZER, opened
 
 from jaxpage import LLM, BeamSearchParams, EngineDeadError, RequestError, RequestOutput, SamplingParams, wire
 from jaxpage.async_engine import AsyncEngine, RequestStream
+from jaxpage.client import Client
 from jaxpage.config import EngineConfig
+from jaxpage.metrics import Metrics
 from jaxpage.requests.open_request import OpenRequest
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -232,22 +234,25 @@ def test_an_engine_that_cannot_be_understood_is_dead(said: bytes, caplog: pytest
 def test_a_request_that_cannot_be_sent_is_not_open(options: dict[str, Any]) -> None:
     """Nobody would ever end it, and a pause would wait for it."""
     engine = AsyncEngine(EngineConfig())
-    engine._tokenizer, engine._limits = TOKENIZER, LIMITS
+    engine._tokenizer = TOKENIZER
+    engine._client.take(LIMITS)
     engine._process = SimpleNamespace(requests=SimpleNamespace(send_multipart=None))  # type: ignore[assignment]
     with pytest.raises((OverflowError, UnicodeEncodeError)):
         engine.add_request("Hi", SamplingParams(**options))
-    assert not engine._open
-    assert not engine._by_sequence
+    assert not engine._client.open_ids
+    assert not engine._client._by_sequence
 
 
 def test_a_stop_string_on_the_last_token_counts_as_stop_in_the_metrics() -> None:
     """The engine has said that the request ends by its length."""
-    engine = AsyncEngine(EngineConfig())
-    request = opened(params=SamplingParams(stop=("B",), max_tokens=2))
-    entry = engine._open["r"] = engine._by_sequence["r"] = request, RequestStream(engine, request)
-    engine._deliver(wire.Outputs([wire.TokenOutput("r", TOKENIZER.encode("AB"), "length")], {}))
-    assert entry[0].finished
-    ended = [line for line in engine.metrics.render().decode().splitlines() if "request_success_total{" in line]
+    metrics = Metrics("smollm2-135m")
+    client = Client(lambda message: None, metrics)
+    client.take(LIMITS)
+    request = opened(params=SamplingParams(stop=("B",), max_tokens=2)).request
+    client.open(request, RequestStream(client, request))
+    client.take(wire.Outputs([wire.TokenOutput("r", TOKENIZER.encode("AB"), "length")], {}))
+    assert request.finished
+    ended = [line for line in metrics.render().decode().splitlines() if "request_success_total{" in line]
     assert ended == ['jaxpage:request_success_total{finished_reason="stop",model_name="smollm2-135m"} 1.0']
 
 
@@ -261,7 +266,7 @@ def test_a_call_that_is_given_up_disturbs_no_other(run: Run, engine: AsyncEngine
         return snapshot
 
     assert "num_blocks" in run(given_up())
-    assert not engine._calls
+    assert not engine._client._answers
 
 
 # The offline API with its engine in a process of its own: what differs from one in the caller's.
@@ -292,6 +297,31 @@ def test_offline_streams_may_take_turns_and_end_early(remote: LLM, llm: LLM) -> 
     *_, last = [last, *second]
     assert tokens_of(last) == tokens_of(llm.generate(PROMPT, sampled(25, n=2, seed=3))[0])
     snapshot = remote.kv_cache_snapshot()
+    assert (snapshot["requests"], snapshot["num_used"]) == ([], 0)
+
+
+@pytest.mark.parametrize("door", ["llm", "remote"])
+def test_a_request_that_makes_us_fail_ends_alone_offline_too(
+    door: str, request: pytest.FixtureRequest, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `AsyncEngine`: with what it has so far, and the others go on."""
+    target: LLM = request.getfixturevalue(door)
+    bad, good = [sampled(20, seed=7), sampled(20, seed=8)]
+    expected = [tokens_of(output)[0] for output in llm.generate([PROMPT] * 2, [bad, good])]
+    take = OpenRequest.take
+
+    def poisoned(self: OpenRequest, output: Any) -> Any:
+        if self.message.seed == 7 and self.num_generated_tokens >= 2:
+            raise ValueError("this text is more than we can bear")
+        return take(self, output)
+
+    monkeypatch.setattr(OpenRequest, "take", poisoned)
+    outputs = [output.outputs[0] for output in target.generate([PROMPT] * 2, [bad, good])]
+    assert [(output.token_ids, output.finish_reason) for output in outputs] == [
+        (expected[0][:2], "error"),
+        (expected[1], "length"),
+    ]
+    snapshot = target.kv_cache_snapshot()
     assert (snapshot["requests"], snapshot["num_used"]) == ([], 0)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpage.ops.attention.paged import AttentionMetadata, KVCache, attend
+from jaxpage.ops.attention.paged import KVCache, PagedState, StepContext, attend
 from jaxpage.ops.kv_spec import KVGroup, KVLayout, KVSpec
 from jaxpage.runner.state import empty_kv_cache
 
@@ -34,7 +34,7 @@ def block_tables(rng: np.random.Generator) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def metadata_of(tables: np.ndarray, computed: Sequence[int], query_lens: Sequence[int]) -> AttentionMetadata:
+def metadata_of(tables: np.ndarray, computed: Sequence[int], query_lens: Sequence[int]) -> StepContext:
     slots = np.full((3, NUM_TOKENS), 2**31 - 1, np.int32)
     token = 0
     for row, (start, count) in enumerate(zip(computed, query_lens, strict=True)):
@@ -43,7 +43,8 @@ def metadata_of(tables: np.ndarray, computed: Sequence[int], query_lens: Sequenc
                 block_id = tables[index, row, position // group.block_size]
                 slots[index, token] = block_id * group.block_size + position % group.block_size
             token += 1
-    return AttentionMetadata(
+    return StepContext(
+        positions=jnp.zeros(NUM_TOKENS, jnp.int32),
         slots=[jnp.asarray(of_group) for of_group in slots],
         block_tables=jnp.asarray(tables),
         query_start=jnp.asarray([0, *np.cumsum(query_lens)], jnp.int32),
@@ -111,7 +112,8 @@ def served() -> Served:
                 for i in range(3)
             )
             group, buffer = LAYOUT.layers[layer]
-            out, buffers[buffer] = run(q, k, v, buffers[buffer], metadata.of_group(group, LAYOUT))
+            out, state = run(q, k, v, PagedState(buffers[buffer], metadata.of_group(group, LAYOUT)))
+            buffers[buffer] = state.buffer
             for row, (end, count) in enumerate(zip(ends, query_lens, strict=True)):
                 outputs[layer][row].append(np.asarray(out[end - count : end]))
             padding.append(np.asarray(out[ends[-1] :]))

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxpage.errors import RequestError
-from jaxpage.requests.beam_search import BeamSearch, Continuation, FinishedBeam
+from jaxpage.requests.beam_search import BeamSearch, FinishedBeam
+from jaxpage.requests.request_group import Continuation
 from jaxpage.sampling_params import MAX_BEAM_WIDTH, MAX_STOP_TOKEN_IDS, BeamSearchParams
 
 EOS = 0

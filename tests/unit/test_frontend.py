@@ -6,7 +6,8 @@ import pytest
 from frontends import EOS, TEXT, TOKENIZER, completion, opened, refusal, stream
 
 from jaxpage.outputs import CompletionOutput
-from jaxpage.requests.open_request import Prompt, StopText
+from jaxpage.requests import detokenize
+from jaxpage.requests.open_request import Prompt
 from jaxpage.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxpage.text.tokenizer import Tokenizer
 from jaxpage.wire import TokenOutput
@@ -14,14 +15,24 @@ from jaxpage.wire import TokenOutput
 # StopText.
 
 
+class StopText(detokenize.StopText):
+    """What has been shown is kept."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        super().__init__(params)
+        self._shown = ""
+
+    @property
+    def visible(self) -> str:
+        self._shown += self.take()
+        return self._shown
+
+
 def text_of(pieces: list[str], params: SamplingParams) -> tuple[str, str | None]:
     """The visible text at the end and the stop string that ended it, if any."""
     text = StopText(params)
-    shown = ""
     for piece in pieces:
         stopped = text.add(piece, may_stop=True)
-        assert text.visible.startswith(shown), "text was taken back"
-        shown = text.visible
         if stopped is not None:
             return text.visible, stopped
     return (text.visible, None) if text.finish("", may_stop=True) is None else (text.visible, "at the end")

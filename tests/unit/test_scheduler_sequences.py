@@ -6,7 +6,7 @@ from scheduling import STOP, add, add_search, alternatives, ids, lens, run, samp
 from jaxpage.requests.request import RequestStatus
 from jaxpage.scheduler.policies import Priority
 from jaxpage.scheduler.scheduler import RowFork
-from jaxpage.wire import BeamOutput, TokenOutput
+from jaxpage.wire import BeamOutput, TokenLogprobs, TokenOutput
 
 # Forks.
 
@@ -127,7 +127,7 @@ def test_a_search_begins_with_one_beam_and_a_row_for_each() -> None:
     add(target, "b", 4)
     output, _ = step(target)
     assert lens(output) == {"s": 6, "a": 4}
-    assert len({beam.row for beam in group.beams} | {output.admitted[1].row}) == 4
+    assert len({beam.row for beam in group.members} | {output.admitted[1].row}) == 4
     assert ids(target.waiting) == ["b"]
 
 
@@ -136,8 +136,8 @@ def test_each_beam_goes_on_in_its_row_as_a_fork_of_its_source() -> None:
     group = add_search(target, "s", 6, width=3, max_tokens=4)
     step(target)
     output, _ = step(target)
-    first = group.beams[0].row
-    assert output.row_forks == [RowFork(first, beam.row, 10 + index) for index, beam in enumerate(group.beams)]
+    first = group.members[0].row
+    assert output.row_forks == [RowFork(first, beam.row, 10 + index) for index, beam in enumerate(group.members)]
     assert lens(output) == {"s": 1, "s#1": 1, "s#2": 1}
 
 
@@ -148,9 +148,9 @@ def test_a_beam_that_goes_on_with_a_copied_block_tells_its_row_of_it() -> None:
     output = target.schedule()
     assert [source for source, _ in output.block_copies] == [2, 2]
     assert output.new_blocks == [
-        (beam.row, 0, 1, block_id) for beam, (_, block_id) in zip(group.beams[1:], output.block_copies, strict=True)
+        (beam.row, 0, 1, block_id) for beam, (_, block_id) in zip(group.members[1:], output.block_copies, strict=True)
     ]
-    assert [table(target, beam.request_id)[1] for beam in group.beams[1:]] == [b for _, b in output.block_copies]
+    assert [table(target, beam.request_id)[1] for beam in group.members[1:]] == [b for _, b in output.block_copies]
 
 
 def test_a_search_ends_with_all_its_sequences_at_once_and_frees_everything() -> None:
@@ -169,9 +169,9 @@ def test_beams_that_the_budget_does_not_reach_are_computed_in_the_next_step_and_
     group = add_search(target, "s", 3, width=4, max_tokens=3)
     step(target)
     assert lens(step(target)[0]) == {"s": 1, "s#1": 1, "s#2": 1}
-    assert [beam.num_output_tokens for beam in group.beams] == [1, 1, 1, 1]
+    assert [beam.num_output_tokens for beam in group.members] == [1, 1, 1, 1]
     assert lens(step(target)[0]) == {"s#3": 1}
-    assert [beam.num_output_tokens for beam in group.beams] == [2, 2, 2, 2]
+    assert [beam.num_output_tokens for beam in group.members] == [2, 2, 2, 2]
 
 
 def test_a_search_that_is_preempted_after_some_beams_have_reported_computes_all_of_them_anew() -> None:
@@ -179,14 +179,14 @@ def test_a_search_that_is_preempted_after_some_beams_have_reported_computes_all_
     group = add_search(target, "s", 3, width=6, max_tokens=3)
     step(target)
     assert len(lens(step(target)[0])) == 5
-    known = [list(beam.token_ids) for beam in group.beams]
-    target._preempt(group.beams[3], None)
-    assert not group.report(group.beams[5], []), "what the others have reported is forgotten"
+    known = [list(beam.token_ids) for beam in group.members]
+    target._preempt(group.members[3], None)
+    assert group.take(group.members[5], TokenLogprobs(0.0, 1, [])) is None, "what the others have reported is forgotten"
     group.forget()
     assert (ids(target.running), ids(target.waiting)) == ([], ["s"])
-    assert [beam.row for beam in group.beams] == [-1] * 6
-    computed = {beam.request_id: 0 for beam in group.beams}
-    while [list(beam.token_ids) for beam in group.beams] == known:
+    assert [beam.row for beam in group.members] == [-1] * 6
+    computed = {beam.request_id: 0 for beam in group.members}
+    while [list(beam.token_ids) for beam in group.members] == known:
         output, outputs = step(target)
         assert outputs == []
         for name, count in lens(output).items():
@@ -198,7 +198,7 @@ def test_a_preempted_search_finds_what_one_of_its_beams_computes_in_the_same_ste
     target = scheduler(block_size=4, caching=True)
     group = add_search(target, "s", 11, width=3, max_tokens=3)
     step(target)
-    target._preempt(group.beams[0], None)
+    target._preempt(group.members[0], None)
     assert target.kv_cache.reset_prefix_cache()
     assert lens(step(target)[0]) == {"s": 12, "s#1": 4, "s#2": 4}
 
@@ -207,9 +207,9 @@ def test_the_results_of_a_search_that_was_preempted_meanwhile_count_for_nothing(
     target = scheduler()
     group = add_search(target, "s", 3, width=2, max_tokens=3)
     output = target.schedule()
-    target._preempt(group.beams[0], None)
+    target._preempt(group.members[0], None)
     assert target.update(output, sample(output), alternatives(output)) == []
-    assert group.beams[0].num_output_tokens == 0
+    assert group.members[0].num_output_tokens == 0
     assert lens(step(target)[0]) == {"s": 3}
 
 
@@ -239,8 +239,8 @@ def test_the_forks_of_one_search_survive_the_abort_of_another() -> None:
     target = scheduler(block_size=4)
     kept, gone = add_search(target, "s", 6, width=2, max_tokens=4), add_search(target, "t", 6, width=2, max_tokens=4)
     step(target)
-    targets = [beam.row for beam in kept.beams]
-    target.abort(gone.beams[0].request_id)
+    targets = [beam.row for beam in kept.members]
+    target.abort(gone.members[0].request_id)
     output, _ = step(target)
     assert [fork.target for fork in output.row_forks] == targets
     assert len(output.block_copies) == 1

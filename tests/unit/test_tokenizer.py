@@ -16,7 +16,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from jaxpage.errors import ModelLoadError, RequestError
 from jaxpage.models.checkpoints.gguf_metadata import read_gguf_header
 from jaxpage.text.gguf_tokenizer import tokenizer_from_gguf
-from jaxpage.text.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
+from jaxpage.text.incremental import IncrementalDecoder
+from jaxpage.text.tokenizer import Tokenizer, load_tokenizer
 
 CORPUS = ["Hello world, hello worlds", "a  b\n  c   d", "the quick brown fox 12345", "naïve"] * 3
 TRICKY = "🦙 naïve 漢字かな 👩‍🚀 नमस्ते"

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from jaxpage.models.checkpoints.safetensors import SafetensorsCheckpoint
-from jaxpage.models.sources import Box, Join, Source
+from jaxpage.models.stored import Box, Join, Source
 from jaxpage.models.weights import Weight, load_params, param_shapes, weight
 from jaxpage.ops.matmul import embed_rows, linear
 from jaxpage.ops.quantized import QuantizedWeight, channel_scale, to_int8
