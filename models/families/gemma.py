@@ -31,6 +31,7 @@ from jaxpage.models.run_layers import LayerStates, hidden_of, run_layers
 from jaxpage.models.served_model import Hidden
 from jaxpage.models.weights import Params, Weight, weight
 from jaxpage.ops.attention.paged import KVCache, StepContext, attend
+from jaxpage.ops.matmul import embed_rows
 from jaxpage.ops.norm import zero_centered_rms_norm
 from jaxpage.ops.rope import RopeConfig, rope_cos_sin
 
@@ -122,7 +123,7 @@ def _layer_specs(cfg: ModelConfig, prefix: str) -> dict[str, Weight]:
 
 def embed(params: Params, tokens: jax.Array, cfg: ModelConfig) -> jax.Array:
     """tokens: [tokens] int32 -> [tokens, embed], times the root of their size as the weights' type rounds it."""
-    x = params["embed"][tokens]
+    x = embed_rows(params["embed"], tokens)
     return x * jnp.asarray(cfg.hidden_size**0.5, x.dtype)
 
 

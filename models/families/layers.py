@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from jaxpage.models.families.hf_config import ModelConfig
-from jaxpage.models.weights import Params, Source, Weight, weight
+from jaxpage.models.stored import Source
+from jaxpage.models.weights import Params, Weight, weight
 from jaxpage.ops.kv_spec import KVSpec
 from jaxpage.ops.matmul import linear
 

@@ -23,6 +23,7 @@ from jaxpage.models.run_layers import LayerStates, hidden_of, run_layers
 from jaxpage.models.served_model import Hidden
 from jaxpage.models.weights import Params, Weight, weight
 from jaxpage.ops.attention.paged import KVCache, StepContext, attend
+from jaxpage.ops.matmul import embed_rows
 from jaxpage.ops.norm import rms_norm
 from jaxpage.ops.rope import rope_cos_sin
 
@@ -90,7 +91,7 @@ def _layer_specs(cfg: ModelConfig, prefix: str) -> dict[str, Weight]:
 
 def embed(params: Params, tokens: jax.Array, cfg: ModelConfig) -> jax.Array:
     """tokens: [tokens] int32 -> [tokens, embed]."""
-    return params["embed"][tokens]
+    return embed_rows(params["embed"], tokens)
 
 
 def forward(
