@@ -20,7 +20,7 @@ from jaxpage.models.families.parallel import divide_model
 from jaxpage.models.served_model import Hidden, ServedModel
 from jaxpage.models.weights import Params, load_params, param_shapes
 from jaxpage.ops.attention.paged import HEADS_AXIS, KVCache, StepContext
-from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.ops.state_spec import KVSpec
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ def run_layers(
     layer = traced_once(layer)
     layout, buffers, outputs = states.layout, list(states.buffers), []
     by_group = [step.of_group(index, layout) for index in range(len(layout.groups))]
-    for layer_weights, (group, buffer) in zip(weights, layout.layers, strict=True):
+    for layer_weights, (group, buffer) in zip(weights, layout.paged_places, strict=True):
         x, buffers[buffer] = layer(layer_weights, x, buffers[buffer], by_group[group])
         outputs.append(x)
     return outputs, dataclasses.replace(states, buffers=buffers)

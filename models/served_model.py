@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpage.models.sources import digest_of
 from jaxpage.models.weights import Params
 from jaxpage.ops.attention.paged import HEADS_AXIS, KVCache, StepContext
-from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.ops.state_spec import StateSpec
 
 
 class Hidden(NamedTuple):
@@ -45,7 +45,7 @@ class ServedModel:
     embed_size: int
     max_model_len: int
     """The longest sequence that it is made for, in tokens."""
-    states: tuple[tuple[KVSpec, ...], ...]
+    states: tuple[tuple[StateSpec, ...], ...]
     """What each layer keeps of a sequence."""
     params: Params | Callable[[], Params]
     """Arrays on the mesh, or a function that puts them there: called once, while programs compile."""

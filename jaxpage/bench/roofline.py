@@ -58,7 +58,7 @@ def floor_of(it: EnginePlan, batch: int, context: int) -> Floor:
     looked_up = bytes_per_device(params["embed"]) if "lm_head" in params else 0  # a row per token, and no more
     weights = bytes_per_device(params) - looked_up
     attended = positions = 0
-    for group, _ in it.layout.layers:
+    for group, _ in it.layout.paged_places:
         spec = it.layout.groups[group].spec
         seen = min(context, spec.span or context)
         positions += spec.token_elements * (seen + 1) * itemsize
@@ -162,7 +162,7 @@ def _attention_seconds(it: EnginePlan, gpu: GPUTarget, bucket: Bucket, batch: in
     """Of a layer's attention in a decode step, on average over the layers."""
     num_devices, target = it.mesh.size, GPU(gpu.num_sms, 10 * gpu.compute_capability)
     seconds = 0.0
-    for group, _ in it.layout.layers:
+    for group, _ in it.layout.paged_places:
         spec = it.layout.groups[group].spec
         shape = AttentionShape(
             num_tokens=bucket.num_tokens,
@@ -177,7 +177,7 @@ def _attention_seconds(it: EnginePlan, gpu: GPUTarget, bucket: Bucket, batch: in
         )
         launch = choose_launch(shape, target, tuned_launches(target))
         seconds += attention_seconds([(context, 1)] * batch, shape, launch, card_of(gpu))
-    return seconds / len(it.layout.layers)
+    return seconds / len(it.layout.paged_places)
 
 
 def show(found: dict[str, Any], target: str) -> str:

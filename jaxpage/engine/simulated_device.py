@@ -7,10 +7,10 @@ import time
 import numpy as np
 
 from jaxpage.kv_cache.spec import plan_layout
-from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.ops.state_spec import KVSpec
 from jaxpage.requests.request import Request
 from jaxpage.runner.step_table import StepTable
-from jaxpage.scheduler.scheduler import SchedulerOutput
+from jaxpage.scheduler.step_plan import SchedulerOutput
 
 Step = tuple[list[list[int]], threading.Event]
 """What each request draws, and what is set when the step has ended."""
@@ -33,7 +33,7 @@ class SimulatedDevice:
         self.only_decodes: list[bool] = []
         """Whether every request was there and computed one token."""
         self._admit, self._edit = admit, edit
-        self._layout = plan_layout([KVSpec(num_kv_heads=1, head_dim=64)], block_size)
+        self._layout = plan_layout([[KVSpec(num_kv_heads=1, head_dim=64)]], block_size)
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._step_seconds = step_seconds

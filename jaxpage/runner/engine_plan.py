@@ -15,16 +15,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpage.aot.targets import share_of
 from jaxpage.config import EngineConfig, SizedConfig
 from jaxpage.errors import ConfigError
-from jaxpage.kv_cache.spec import max_request_tokens, plan_layout
+from jaxpage.kv_cache.spec import block_bytes, max_request_tokens, plan_layout
 from jaxpage.models.served_model import ServedModel
 from jaxpage.ops.attention.paged import KVCache, Target, kv_cache_spec, logits_sharding, target_of
-from jaxpage.ops.kv_spec import KVLayout
+from jaxpage.ops.state_spec import KVLayout
 from jaxpage.runner.buckets import Bucket, by_usefulness, make_buckets
 from jaxpage.runner.program_config import ProgramConfig
 from jaxpage.runner.programs.logits_processors import OwnProcessor, load_processors
 from jaxpage.runner.resolve import (
     Memory,
-    block_bytes,
     max_blocks,
     program_bytes,
     resolve_max_model_len,
@@ -149,7 +148,12 @@ def plan_engine(config: EngineConfig, model: ServedModel, free_bytes: Callable[[
     mesh = model.mesh
     platform = mesh.devices.flat[0].platform
     config = resolve_sizes(config, platform)
-    layout = plan_layout([spec for (spec,) in model.states], config.block_size)
+    layout = plan_layout(
+        *(model.states, config.block_size),
+        kv_itemsize=model.dtype.itemsize,
+        num_shards=model.num_shards,
+        axis_sizes=mesh.shape,
+    )
     wanted_len = resolve_max_model_len(config, model.max_model_len)
     it = EnginePlan(config, model, layout, 0, wanted_len, processors, proposer)
     num_blocks = config.num_blocks or _num_blocks_for(it, free_bytes(mesh))
@@ -178,7 +182,7 @@ def _num_blocks_for(it: EnginePlan, free: int) -> int:
         logits = bytes_per_device([shape for piece, shape in it.shapes.items() if isinstance(piece, tuple)])
         programs = program_bytes(config, model, it.layout, batch)
         memory = dataclasses.replace(memory, batch=batch + logits, programs=programs, share=share_of(it.mesh))
-    of_a_block = block_bytes(it.layout, model.dtype, model.num_shards)
+    of_a_block = block_bytes(it.layout, model.dtype.itemsize, model.num_shards)
     return resolve_num_blocks(config, it.layout, it.max_model_len, memory, of_a_block=of_a_block, platform=platform)
 
 

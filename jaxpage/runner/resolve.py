@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxpage.config import MAX_STEPS_IN_FLIGHT, EngineConfig, SizedConfig
 from jaxpage.errors import ConfigError
-from jaxpage.kv_cache.spec import num_blocks_for
+from jaxpage.kv_cache.spec import block_bytes, num_blocks_for
 from jaxpage.models.served_model import ServedModel
 from jaxpage.ops.attention.launch import MAX_SPLIT_BLOCK_M, PROGRAMS_PER_SM
-from jaxpage.ops.kv_spec import KVLayout
+from jaxpage.ops.state_spec import KVLayout
 from jaxpage.runner.program_config import NUM_SCORED_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -76,12 +76,6 @@ class Memory:
         return f"{self.free / 2**30:.2f} GiB{self.share and f' ({self.share})'} but for {parts}"
 
 
-def block_bytes(layout: KVLayout, dtype: np.dtype[Any], num_devices: int) -> int:
-    """What a block takes of each device, in all layers."""
-    page = layout.groups[0]
-    return layout.num_buffers * page.block_size * page.spec.token_elements * dtype.itemsize // num_devices
-
-
 def resolve_num_blocks(
     config: SizedConfig, layout: KVLayout, max_model_len: int, memory: Memory, *, of_a_block: int, platform: str
 ) -> int:
@@ -110,7 +104,7 @@ def resolve_num_blocks(
 
 def max_blocks(layout: KVLayout) -> int:
     """Most blocks of a pool: positions in it are counted in 32 bits."""
-    return _MAX_SLOTS // max(group.block_size for group in layout.groups)
+    return _MAX_SLOTS // layout.grain
 
 
 def program_bytes(config: SizedConfig, model: ServedModel, layout: KVLayout, batch_bytes: int) -> int:
@@ -135,7 +129,7 @@ def scratch_bytes(config: SizedConfig, model: ServedModel, layout: KVLayout, bat
     logits = rows * (1 + config.max_drafts) * vocab * 4
     activations = tokens * (5 * model.embed_size + sum(_widest_products(model))) * model.dtype.itemsize
     # Of attention that is split over the KV, each part of a block leaves sums, their weights and their highest scores.
-    kept = [spec for layer in model.states for spec in layer]
+    kept = [group.spec for group in layout.groups]
     num_heads = max((spec.num_query_heads for spec in kept), default=0) // model.num_shards
     head_dim = max((spec.head_dim for spec in kept), default=0)
     blocks = max(rows, _SPLIT_TOKENS) * num_heads + PROGRAMS_PER_SM * _MOST_SMS * MAX_SPLIT_BLOCK_M
@@ -144,7 +138,8 @@ def scratch_bytes(config: SizedConfig, model: ServedModel, layout: KVLayout, bat
         activations + parts,
         (6 if config.logits_processors else 4) * logits + rows * _DRAW_BYTES,  # several devices gather them, too
         2 * NUM_SCORED_TOKENS * vocab * 4,
-        rows * len(layout.groups) * block_bytes(layout, model.dtype, model.num_shards) + batch_bytes,  # all rows fork
+        rows * len(layout.groups) * block_bytes(layout, model.dtype.itemsize, model.num_shards)
+        + batch_bytes,  # all rows fork
     )
 
 

@@ -43,7 +43,7 @@ from jaxpage.runner.programs.score import SCORE, SCORE_ROWS, Scores, dispatch_sc
 from jaxpage.runner.programs.step import STEP
 from jaxpage.runner.state import rules_layout
 from jaxpage.runner.step_table import Ints, StepTable
-from jaxpage.scheduler.scheduler import PromptPiece, SchedulerOutput
+from jaxpage.scheduler.step_plan import PromptPiece, SchedulerOutput
 from jaxpage.wire import TokenLogprobs
 
 logger = logging.getLogger(__name__)

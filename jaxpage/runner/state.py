@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpage.ops.attention.paged import KVCache
-from jaxpage.ops.kv_spec import KVLayout
 from jaxpage.ops.running_sum import running_sum
 from jaxpage.ops.sampling.token_rules import RulesLayout
+from jaxpage.ops.state_spec import KVLayout
 from jaxpage.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from jaxpage.speculative.drafts import DraftState, empty_drafts
 
@@ -130,7 +130,7 @@ def empty_state(
 
 def empty_kv_cache(layout: KVLayout, num_blocks: int, dtype: np.dtype[Any]) -> KVCache:
     """A cache that holds nothing, of `num_blocks` pages in each array."""
-    owner = {buffer: layout.groups[group] for group, buffer in reversed(layout.layers)}
+    owner = {buffer: layout.groups[group] for group, buffer in reversed(layout.paged_places)}
     shapes = [
         (num_blocks, 2, owner[i].block_size, owner[i].spec.num_kv_heads, owner[i].spec.head_dim)
         for i in range(layout.num_buffers)

@@ -9,8 +9,8 @@ import jax
 from jaxpage.models.families.hf_config import ModelConfig
 from jaxpage.models.stored import Source
 from jaxpage.models.weights import Params, Weight, weight
-from jaxpage.ops.kv_spec import KVSpec
 from jaxpage.ops.matmul import linear
+from jaxpage.ops.state_spec import KVSpec
 
 
 def model_specs(cfg: ModelConfig, layer_specs: Callable[[ModelConfig, str], dict[str, Weight]]) -> Params:

@@ -11,7 +11,7 @@ from jaxpage.ops.attention.kv_write import rotate_and_write_kv
 from jaxpage.ops.attention.launch import GPU, AttentionShape, tuned_launches
 from jaxpage.ops.attention.paged_xla import QueryBlocks, cut_queries, paged_attention_xla
 from jaxpage.ops.attention.work_list import WorkList, list_work
-from jaxpage.ops.kv_spec import KVGroup, KVLayout, KVSpec
+from jaxpage.ops.state_spec import KVGroup, KVLayout, KVSpec
 
 HEADS_AXIS = "tp"
 """Axis of our own device meshes over which heads, and with them the KV cache, are divided. A user's may have others."""

@@ -20,7 +20,7 @@ from jaxpage.models.families import gemma, layers, llama
 from jaxpage.models.registry import serve_checkpoint
 from jaxpage.ops.attention import paged as attention
 from jaxpage.ops.attention.paged import StepContext
-from jaxpage.ops.kv_spec import KVLayout
+from jaxpage.ops.state_spec import KVLayout
 from jaxpage.runner.state import empty_kv_cache
 
 BLOCK_SIZE = 16
@@ -49,7 +49,7 @@ class LoadedModel:
         self, sequences: Sequence[Sequence[int]], chunk: int = MAX_LEN, prompt_len: int | None = None
     ) -> list[np.ndarray]:
         """The same for several sequences that share each step, every one with `chunk` tokens in it."""
-        layout = plan_layout([spec for (spec,) in self.model.states], BLOCK_SIZE)
+        layout = plan_layout(self.model.states, BLOCK_SIZE)
         cache = empty_kv_cache(layout, NUM_BLOCKS, np.dtype(np.float32))
         # A slot that was never written holds NaN, those of the null block included: reading one shows.
         cache = dataclasses.replace(cache, buffers=[jnp.full_like(buffer, jnp.nan) for buffer in cache.buffers])

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpage.models.run_layers import LayerStates, run_layers
 from jaxpage.models.served_model import Hidden, ServedModel
 from jaxpage.ops.attention.paged import KVCache, StepContext, attend
-from jaxpage.ops.kv_spec import KVSpec
 from jaxpage.ops.rope import RopeConfig, rope_cos_sin
+from jaxpage.ops.state_spec import KVSpec
 
 VOCAB, WIDTH, HEADS, KV_HEADS, HEAD_DIM, LAYERS, LONGEST = 64, 32, 4, 2, 8, 2, 512
 GAIN = 4.0

@@ -10,7 +10,7 @@ import pytest
 from jaxpage.models.families import gemma
 from jaxpage.models.families.hf_config import UnsupportedModelError
 from jaxpage.models.registry import resolve_family
-from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.ops.state_spec import KVSpec
 
 GEMMA2: dict[str, Any] = {
     "architectures": ["Gemma2ForCausalLM"],

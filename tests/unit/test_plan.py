@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpage.ops.kv_spec import KVGroup, KVLayout, KVSpec
 from jaxpage.ops.sampling.token_rules import ANY_TOKEN
+from jaxpage.ops.state_spec import KVGroup, KVLayout, KVSpec, PagedPlace
 from jaxpage.requests.request import Request
 from jaxpage.runner.programs.admit import AdmittedRow, admission_size, pack_admission, unpack_admission
 from jaxpage.runner.programs.edit import pack_edits
@@ -21,7 +21,7 @@ from jaxpage.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from jaxpage.scheduler.scheduler import AdmittedRequest, RowFork, SchedulerOutput
+from jaxpage.scheduler.step_plan import AdmittedRequest, RowFork, SchedulerOutput
 
 NOWHERE = np.iinfo(np.int32).max
 CAPACITY = 13
@@ -31,7 +31,7 @@ def layout_of(*block_sizes: int) -> KVLayout:
     """A layer for each group; larger blocks keep as much less per token."""
     largest = max(block_sizes)
     groups = tuple(KVGroup(KVSpec(largest // size, 8), size) for size in block_sizes)
-    return KVLayout(groups, tuple((index, 0) for index in range(len(groups))))
+    return KVLayout(groups, tuple((PagedPlace(index, 0),) for index in range(len(groups))), min(block_sizes))
 
 
 LAYOUTS = [layout_of(4), layout_of(4, 4, 8)]

@@ -17,7 +17,7 @@ from jaxpage.engine.core import EngineCore
 from jaxpage.requests.request import Request
 from jaxpage.runner.programs.program import trace_counts
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.scheduler.scheduler import SchedulerOutput
+from jaxpage.scheduler.step_plan import SchedulerOutput
 from jaxpage.wire import AddRequest, SequenceOutput, TokenOutput, sequence_id
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

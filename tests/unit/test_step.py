@@ -13,16 +13,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpage.kv_cache.manager import BlockCopy
 from jaxpage.ops.attention.paged import KVCache, Target
-from jaxpage.ops.kv_spec import KVGroup, KVLayout, KVSpec
+from jaxpage.ops.state_spec import KVGroup, KVLayout, KVSpec, PagedPlace
 from jaxpage.runner.programs.edit import edited, pack_edits
 from jaxpage.runner.programs.fork import FORK, pack_forks
 from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
-from jaxpage.scheduler.scheduler import RowFork, SchedulerOutput
+from jaxpage.scheduler.step_plan import RowFork, SchedulerOutput
 from jaxpage.speculative.drafts import DraftState
 
 NUM_ROWS, MAX_MODEL_LEN, NUM_BLOCKS = 5, 20, 9
 FULL, WINDOW = KVGroup(KVSpec(2, 4), 4), KVGroup(KVSpec(1, 4, window=6), 8)
-LAYOUT = KVLayout((FULL, WINDOW), ((0, 0), (1, 0), (0, 1)))
+LAYOUT = KVLayout((FULL, WINDOW), tuple((PagedPlace(*place),) for place in ((0, 0), (1, 0), (0, 1))), 4)
 Arrays = dict[str, np.ndarray]
 
 

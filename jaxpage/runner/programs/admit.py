@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.ops.kv_spec import KVLayout
+from jaxpage.ops.state_spec import KVLayout
 from jaxpage.runner.engine_plan import EnginePlan
 from jaxpage.runner.programs.program import Piece, Program, Stage
 from jaxpage.runner.state import BatchState
 from jaxpage.sampling_params import MAX_STOP_TOKEN_IDS
-from jaxpage.scheduler.scheduler import AdmittedRequest
+from jaxpage.scheduler.step_plan import AdmittedRequest
 
 _UNUSED = np.iinfo(np.int32).max
 """No row, and no limit."""

@@ -13,7 +13,7 @@ from jaxpage.ops.attention.paged import KVCache
 from jaxpage.runner.engine_plan import EnginePlan
 from jaxpage.runner.programs.program import Piece, Program, Stage
 from jaxpage.runner.state import BatchState
-from jaxpage.scheduler.scheduler import SchedulerOutput
+from jaxpage.scheduler.step_plan import SchedulerOutput
 
 _UNUSED = np.iinfo(np.int32).max
 """An index out of every array's range: scatters with mode="drop" write nowhere."""

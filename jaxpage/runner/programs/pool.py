@@ -15,7 +15,7 @@ from jaxpage.runner.devices import send_back
 from jaxpage.runner.engine_plan import EnginePlan
 from jaxpage.runner.programs.program import Piece, Program, Stage, replicated
 from jaxpage.runner.step_table import Ints
-from jaxpage.scheduler.scheduler import PooledStates, PromptPiece, SchedulerOutput
+from jaxpage.scheduler.step_plan import PooledStates, PromptPiece, SchedulerOutput
 
 NUM_POOLED = 8
 """Requests that the program sums for at a time."""

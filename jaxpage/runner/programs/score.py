@@ -21,7 +21,7 @@ from jaxpage.runner.engine_plan import EnginePlan
 from jaxpage.runner.program_config import NUM_SCORED_TOKENS
 from jaxpage.runner.programs.program import Piece, Program, Stage
 from jaxpage.runner.step_table import Ints
-from jaxpage.scheduler.scheduler import PromptLogprobs, PromptPiece, SchedulerOutput
+from jaxpage.scheduler.step_plan import PromptLogprobs, PromptPiece, SchedulerOutput
 from jaxpage.wire import TokenLogprobs
 
 NUM_SCORED_ROWS = 4
