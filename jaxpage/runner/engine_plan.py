@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,13 @@ from jaxpage.speculative.methods import load_proposer
 from jaxpage.speculative.proposer import Proposer
 
 logger = logging.getLogger(__name__)
+
+
+class StateSpecs(NamedTuple):
+    """Of each array of the KV cache, how it is divided."""
+
+    buffers: list[PartitionSpec]
+    recurrent: list[PartitionSpec]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +115,12 @@ class EnginePlan:
 
     def make_kv_cache(self) -> KVCache:
         """A cache that holds nothing."""
-        return empty_kv_cache(self.layout, self.num_blocks, self.model.dtype)
+        return empty_kv_cache(
+            *(self.layout, self.num_blocks, self.model.dtype),
+            num_rows=self.config.max_num_seqs,
+            ring=2 + self.config.max_drafts,
+            num_devices=self.mesh.size,
+        )
 
     def make_hidden(self) -> dict[str, jax.Array]:
         """Room for the hidden states of a step's tokens: the last ones, and what a proposer reads besides."""
@@ -125,12 +137,26 @@ class EnginePlan:
         any of it.
         """
         logits = logits_sharding(self.mesh, self.model.vocab_size, self.model.heads_axis)
-        placed = {"kv_cache": NamedSharding(self.mesh, kv_cache_spec(self.model.heads_axis))}
         shapes = {"params": self.model.param_shapes}
         for piece, make in self.makers.items():
-            lies = logits if isinstance(piece, tuple) else placed.get(piece, self.replicated)
-            shapes[piece] = _placed(make, lies)
+            shapes[piece] = _placed(make, logits if isinstance(piece, tuple) else self.replicated)
+        kv_cache: KVCache = shapes["kv_cache"]
+        buffers = [NamedSharding(self.mesh, spec) for spec in self.state_specs.buffers]
+        recurrent = [NamedSharding(self.mesh, spec) for spec in self.state_specs.recurrent]
+        shapes["kv_cache"] = dataclasses.replace(
+            kv_cache, buffers=_at(kv_cache.buffers, buffers), recurrent=_at(kv_cache.recurrent, recurrent)
+        )
         return shapes
+
+    @cached_property
+    def state_specs(self) -> StateSpecs:
+        """How the arrays of the KV cache lie on the mesh."""
+        paged = kv_cache_spec(self.model.heads_axis)
+        of_checkpoints = PartitionSpec(None, self.mesh.axis_names)
+        return StateSpecs(
+            [paged] * self.layout.num_buffers or [of_checkpoints] * (self.layout.checkpoint is not None),
+            [PartitionSpec(None, None, *spec.axes) for spec in self.layout.recurrent],
+        )
 
     @property
     def kept_bytes(self) -> int:
@@ -176,12 +202,13 @@ def plan_engine(config: EngineConfig, model: ServedModel, free_bytes: Callable[[
 def _num_blocks_for(it: EnginePlan, free: int) -> int:
     """As many as `free` bytes of each device hold beside all else."""
     config, model, platform = it.config, it.model, it.mesh.devices.flat[0].platform
-    memory = Memory(free, bytes_per_device(model.param_shapes))
+    of_rows = bytes_per_device(it.shapes["kv_cache"].recurrent)
+    memory = Memory(free, bytes_per_device(model.param_shapes), of_rows)
     if platform != "cpu":
         batch = bytes_per_device([it.shapes["state"], it.shapes["hidden"]])
         logits = bytes_per_device([shape for piece, shape in it.shapes.items() if isinstance(piece, tuple)])
         programs = program_bytes(config, model, it.layout, batch)
-        memory = dataclasses.replace(memory, batch=batch + logits, programs=programs, share=share_of(it.mesh))
+        memory = dataclasses.replace(memory, batch=of_rows + batch + logits, programs=programs, share=share_of(it.mesh))
     of_a_block = block_bytes(it.layout, model.dtype.itemsize, model.num_shards)
     return resolve_num_blocks(config, it.layout, it.max_model_len, memory, of_a_block=of_a_block, platform=platform)
 
@@ -201,6 +228,13 @@ def bytes_per_device(shapes: Any) -> int:
     return sum(
         int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)
     )
+
+
+def _at(shapes: list[Any], shardings: list[NamedSharding]) -> list[Any]:
+    return [
+        jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+        for shape, sharding in zip(shapes, shardings, strict=True)
+    ]
 
 
 def _placed(make: Callable[[], Any], sharding: NamedSharding) -> Any:

@@ -32,6 +32,7 @@ from jaxpage.runner.engine_plan import plan_engine
 from jaxpage.runner.followers import Followers, Launch, Leader, join_leader_or_followers
 from jaxpage.runner.program_cache import ProgramCache
 from jaxpage.runner.programs.admit import ADMIT, pack_admission
+from jaxpage.runner.programs.checkpoint import LOAD, SAVE, pack_states
 from jaxpage.runner.programs.edit import EDIT, MANY_EDITS, NUM_EDITS, pack_edits
 from jaxpage.runner.programs.fork import FORK, pack_forks
 from jaxpage.runner.programs.pool import POOL, Pools, dispatch_pools, fetch_pools
@@ -232,6 +233,11 @@ class Runner:
     def dispatch(self, output: SchedulerOutput) -> DispatchedStep:
         """Send a step to the device and return at once."""
         run, plan, programs = self._run, self.plan, self._programs
+        if (checkpoint := plan.layout.checkpoint) is not None:
+            for packed in pack_states(output.saves, checkpoint):
+                run(SAVE.name, packed)
+            for packed in pack_states(output.loads, checkpoint):
+                run(LOAD.name, packed)
         if output.row_forks or output.block_copies:
             run(FORK.name, pack_forks(output, self._num_rows, len(plan.layout.groups)))
         for admitted in output.admitted:

@@ -128,14 +128,23 @@ def empty_state(
     )
 
 
-def empty_kv_cache(layout: KVLayout, num_blocks: int, dtype: np.dtype[Any]) -> KVCache:
-    """A cache that holds nothing, of `num_blocks` pages in each array."""
+def empty_kv_cache(
+    layout: KVLayout, num_blocks: int, dtype: np.dtype[Any], *, num_rows: int = 0, ring: int = 0, num_devices: int = 1
+) -> KVCache:
+    """A cache that holds nothing: `num_blocks` pages in each array of paged KV, `ring` recurrent states of each row.
+
+    Without paged KV, checkpoints have an array of their own, in which each device has its part.
+    """
     owner = {buffer: layout.groups[group] for group, buffer in reversed(layout.paged_places)}
     shapes = [
         (num_blocks, 2, owner[i].block_size, owner[i].spec.num_kv_heads, owner[i].spec.head_dim)
         for i in range(layout.num_buffers)
     ]
-    return KVCache([jnp.zeros(shape, dtype) for shape in shapes], layout)
+    buffers = [jnp.zeros(shape, dtype) for shape in shapes]
+    if not buffers and layout.checkpoint is not None:
+        buffers = [jnp.zeros((num_blocks, num_devices, layout.checkpoint.block_bytes), jnp.uint8)]
+    recurrent = [jnp.zeros((num_rows, ring, *spec.shape), spec.dtype) for spec in layout.recurrent]
+    return KVCache(buffers, layout, recurrent)
 
 
 def rules_layout(vocab_size: int) -> RulesLayout:

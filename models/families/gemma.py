@@ -27,7 +27,7 @@ from jaxpage.models.families.layers import (
     project_out,
     project_qkv,
 )
-from jaxpage.models.run_layers import LayerStates, hidden_of, run_layers
+from jaxpage.models.run_layers import hidden_of, run_layers
 from jaxpage.models.served_model import Hidden
 from jaxpage.models.weights import Params, Weight, weight
 from jaxpage.ops.attention.paged import KVCache, StepContext, attend
@@ -141,7 +141,7 @@ def forward(
     rope = rope_cos_sin(step.positions, step.rope_lengths, cfg.rope)
     local_rope = rope_cos_sin(step.positions, step.rope_lengths, cfg.local_rope) if cfg.local_rope else rope
 
-    def layer(weights: Params, x: jax.Array, states: LayerStates) -> tuple[jax.Array, LayerStates]:
+    def layer(weights: Params, x: jax.Array, states: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, ...]]:
         (kv,) = states
         q, k, v = project_qkv(weights, norm(x, weights["pre_attention_norm"]), cfg)
         if cfg.qk_norm:

@@ -11,6 +11,7 @@ from jaxpage.ops.attention.kv_write import rotate_and_write_kv
 from jaxpage.ops.attention.launch import GPU, AttentionShape, tuned_launches
 from jaxpage.ops.attention.paged_xla import QueryBlocks, cut_queries, paged_attention_xla
 from jaxpage.ops.attention.work_list import WorkList, list_work
+from jaxpage.ops.recurrent import RecurrentState
 from jaxpage.ops.state_spec import KVGroup, KVLayout, KVSpec
 
 HEADS_AXIS = "tp"
@@ -25,10 +26,11 @@ def kv_cache_spec(heads_axis: str | None) -> PartitionSpec:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """The KV cache on its devices."""
+    """What all layers keep, on its devices."""
 
     buffers: list[jax.Array]  # each [num_blocks, 2, block_size, num_kv_heads, head_dim] of its first layer
     layout: KVLayout = field(metadata={"static": True})
+    recurrent: list[jax.Array] = field(default_factory=list)  # each [batch rows, ring, *shape] of its layer's state
 
     @property
     def num_blocks(self) -> int:
@@ -93,6 +95,8 @@ class StepContext:
     """
 
     positions: jax.Array  # [tokens] int32, of each token in its sequence; 0 in padding
+    rows: jax.Array  # [rows] int32, their places in the batch that stays on the device
+    num_computed: jax.Array  # [rows] int32, tokens that were computed before
     slots: list[jax.Array]  # per KV group [tokens] int32, where each token's KV goes; past the cache's end for padding
     block_tables: jax.Array  # [groups, rows, width] int32
     query_start: jax.Array  # [rows + 1] int32
@@ -115,6 +119,18 @@ class StepContext:
             max_query_len=self.max_query_len,
             group=layout.groups[index],
             target=self.target,
+        )
+
+    @property
+    def of_recurrent(self) -> RecurrentState:
+        """The batch as recurrent layers see it, without values."""
+        return RecurrentState(
+            values=None,  # type: ignore[arg-type]
+            rows=self.rows,
+            query_start=self.query_start,
+            query_lens=self.query_lens,
+            num_computed=self.num_computed,
+            max_query_len=self.max_query_len,
         )
 
     def _work_of(self, group: KVGroup) -> tuple[WorkList, ...]:

@@ -101,6 +101,8 @@ def _step(
 
     return StepContext(
         positions=ints(positions),
+        rows=ints(np.arange(len(counts))),
+        num_computed=ints(np.full(len(counts), start)),
         slots=[ints(slot) for slot in slots],
         block_tables=ints(kept),
         query_start=ints(query_start),

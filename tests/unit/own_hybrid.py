@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpage.models.run_layers import LayerStates, run_layers
+from jaxpage.models.run_layers import run_layers
 from jaxpage.models.served_model import Hidden, ServedModel
 from jaxpage.ops.attention.paged import KVCache, StepContext, attend
 from jaxpage.ops.recurrent import recur
@@ -52,7 +52,7 @@ def update(carry: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, j
 
 
 def forward(params: Params, x: jax.Array, states: KVCache, step: StepContext) -> tuple[Hidden, KVCache]:
-    def layer(weights: Params, x: jax.Array, states: LayerStates) -> tuple[jax.Array, LayerStates]:
+    def layer(weights: Params, x: jax.Array, states: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, ...]]:
         (state,) = states
         q, k, v = jnp.einsum("te,ephd->pthd", norm(x), weights["qkv"])
         if "gate" in weights:

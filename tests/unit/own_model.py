@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpage.models.run_layers import LayerStates, run_layers
+from jaxpage.models.run_layers import run_layers
 from jaxpage.models.served_model import Hidden, ServedModel
 from jaxpage.ops.attention.paged import KVCache, StepContext, attend
 from jaxpage.ops.rope import RopeConfig, rope_cos_sin
@@ -52,7 +52,7 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
 def forward(params: Params, x: jax.Array, states: KVCache, step: StepContext) -> tuple[Hidden, KVCache]:
     rope = rope_cos_sin(step.positions, step.rope_lengths, ROPE)
 
-    def layer(weights: Params, x: jax.Array, states: LayerStates) -> tuple[jax.Array, LayerStates]:
+    def layer(weights: Params, x: jax.Array, states: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, ...]]:
         (kv,) = states
         q = jnp.einsum("te,ehd->thd", norm(x), weights["q"])
         k, v = jnp.einsum("te,exgd->xtgd", norm(x), weights["kv"])

@@ -45,6 +45,8 @@ def metadata_of(tables: np.ndarray, computed: Sequence[int], query_lens: Sequenc
             token += 1
     return StepContext(
         positions=jnp.zeros(NUM_TOKENS, jnp.int32),
+        rows=jnp.arange(len(computed)),
+        num_computed=jnp.asarray(computed, jnp.int32),
         slots=[jnp.asarray(of_group) for of_group in slots],
         block_tables=jnp.asarray(tables),
         query_start=jnp.asarray([0, *np.cumsum(query_lens)], jnp.int32),

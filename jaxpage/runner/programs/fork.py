@@ -77,17 +77,18 @@ class Fork(Program[None]):
             buffers = copy_blocks(
                 kv_cache.buffers, told.copies[0], told.copies[1], told.num_copies, branch_free=branch_free
             )
-            return (dataclasses.replace(kv_cache, buffers=buffers), _fork_rows(state, told)), None
+            recurrent = [_copy_rows(array, told.row_forks) for array in kv_cache.recurrent]
+            kv_cache = dataclasses.replace(kv_cache, buffers=buffers, recurrent=recurrent)
+            return (kv_cache, _fork_rows(state, told)), None
 
         return fork
 
 
 def _fork_rows(state: BatchState, told: ForkPlan) -> BatchState:
-    source, copy, token_id = told.row_forks
-    rows = jnp.minimum(source, state.num_rows - 1)
+    _, copy, token_id = told.row_forks
 
     def copy_rows(array: jax.Array) -> jax.Array:
-        return array.at[copy].set(array[rows], mode="drop")
+        return _copy_rows(array, told.row_forks)
 
     copied = {
         field.name: jax.tree.map(copy_rows, getattr(state, field.name))
@@ -98,6 +99,12 @@ def _fork_rows(state: BatchState, told: ForkPlan) -> BatchState:
     last = copied["num_tokens"].at[copy].get(mode="clip") - 1
     copied["token_ids"] = copied["token_ids"].at[copy, last].set(token_id, mode="drop")
     return dataclasses.replace(state, **copied)
+
+
+def _copy_rows(array: jax.Array, row_forks: jax.Array) -> jax.Array:
+    """[rows, ...], all of whose forks read it as it was."""
+    source, copy, _ = row_forks
+    return array.at[copy].set(array[jnp.minimum(source, array.shape[0] - 1)], mode="drop")
 
 
 FORK = Fork()

@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxpage.runner.programs.admit import ADMIT
+from jaxpage.runner.programs.checkpoint import LOAD, SAVE
 from jaxpage.runner.programs.edit import EDIT
 from jaxpage.runner.programs.empty import EMPTY
 from jaxpage.runner.programs.fork import FORK
@@ -17,5 +18,5 @@ from jaxpage.runner.programs.step import STEP
 # In this order those of the same time are compiled, the first before all others, and run when they are rehearsed.
 PROGRAMS: dict[str, Program[Any]] = {
     program.name: program
-    for program in (STEP, SAMPLE, PROPOSE, ADMIT, EDIT, FORK, RULES, SCORE, SCORE_ROWS, POOL, EMPTY)
+    for program in (STEP, SAMPLE, PROPOSE, ADMIT, EDIT, FORK, RULES, SAVE, LOAD, SCORE, SCORE_ROWS, POOL, EMPTY)
 }

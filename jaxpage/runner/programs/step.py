@@ -118,6 +118,8 @@ def _batch_of(
         slots.append(jnp.where(live, slot, kv_cache.num_blocks * size))
     context = StepContext(
         positions=positions,
+        rows=rows,
+        num_computed=num_computed,
         slots=slots,
         block_tables=state.block_tables[:, rows],
         query_start=query_start,
