@@ -164,7 +164,8 @@ class AsyncEngine:
             self._config, cast("zmq.Context[zmq.Socket[bytes]]", zmq.asyncio.Context.instance())
         )
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model, self._config.chat_template)
+        source, template = self._config.tokenizer_source, self._config.chat_template
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, source, template)
 
     async def wait_ready(self) -> None:
         """Return when requests are served. Raises what kept the engine from starting."""

@@ -1,4 +1,4 @@
-"""The `jaxpage` command: serve, generate, compile, bench. Options are the fields of the config classes."""
+"""The `jaxpage` command: serve, generate, compile, models, bench. Options are the fields of the config classes."""
 
 import argparse
 import dataclasses
@@ -82,6 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     compiling.add_argument("--out", required=True, metavar="FOLDER", help="new folder, for `serve --programs FOLDER`")
     add_fields(compiling.add_argument_group("engine"), EngineConfig, skip=("programs", "compile_cache_dir"))
+
+    models = _command(commands, "models", _models, "list what can be served")
+    models.add_argument("--json", action="store_true", help="print one JSON object")
 
     _add_benches(commands)
     return parser
@@ -193,6 +196,22 @@ def _generate(args: argparse.Namespace) -> int:
                     print(output.outputs[0].text[shown:], end="", flush=True)
                     shown = len(output.outputs[0].text)
                 print()
+    return 0
+
+
+def _models(args: argparse.Namespace) -> int:
+    from jaxpage.models.registry import list_models
+
+    found = list_models()
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    for family, architectures in found["families"].items():
+        print(f"family {family:13} {', '.join(architectures)}")
+    for name, what in found["formats"].items():
+        print(f"format {name:13} {what}")
+    print(f"packaged             {', '.join(found['packaged'])}")
+    print(f"your own             {found['own']}")
     return 0
 
 

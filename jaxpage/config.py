@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpage.errors import ConfigError
+from jaxpage.models.user_code import is_import_path
 from jaxpage.speculative.config import SpeculativeConfig, read_speculative_config
 
 
@@ -26,7 +27,13 @@ MAX_STEPS_IN_FLIGHT = 2
 class EngineConfig:
     """Options of one engine. Raises `ConfigError` that names option, value and limit."""
 
-    model: str = option("smollm2-135m", "packaged model name, Hugging Face directory, or GGUF file")
+    model: str = option(
+        "smollm2-135m",
+        "packaged model name, Hugging Face directory, GGUF file, or import path of your own: package.module:function",
+    )
+    tokenizer: str | None = option(
+        None, "packaged model name, directory or GGUF file whose tokenizer is used; default: the model's"
+    )
     load_format: str = option(
         "auto", "auto, or dummy: random weights for a directory with no more than a config.json, to measure with"
     )
@@ -138,6 +145,16 @@ class EngineConfig:
             raise ConfigError(f"{flag('load_format')} is {self.load_format!r}: it must be auto or dummy")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"{flag('dtype')} is {self.dtype!r}: it must be auto, float32 or bfloat16")
+
+    @property
+    def tokenizer_source(self) -> str:
+        """Where the tokenizer is. Raises `ConfigError` for a model of the user's own that comes with none."""
+        if self.tokenizer is None and is_import_path(self.model):
+            raise ConfigError(
+                f"{flag('model')} is {self.model!r}, your own, which says nothing of a tokenizer: give "
+                f"{flag('tokenizer')}"
+            )
+        return self.tokenizer or self.model
 
     @property
     def max_drafts(self) -> int:

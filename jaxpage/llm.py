@@ -5,19 +5,22 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from jaxpage.client import Client
 from jaxpage.config import EngineConfig
 from jaxpage.engine.links import EngineLink, LocalEngine, RemoteEngine
-from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
+from jaxpage.errors import ConfigError, EngineDeadError, JaxpageError, RequestError
 from jaxpage.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestDelta, RequestOutput
 from jaxpage.requests.accumulate import Accumulator
 from jaxpage.requests.open_request import OpenRequest, Prompt, open_request
 from jaxpage.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from jaxpage.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from jaxpage.models.served_model import ServedModel
 
 
 class LLM:
@@ -31,14 +34,24 @@ class LLM:
     with `close()` or `with`, or leave that to garbage collection.
     """
 
-    def __init__(self, model: str = "smollm2-135m", *, multiprocess: bool = True, **options: Any) -> None:
+    def __init__(
+        self, model: "str | ServedModel" = "smollm2-135m", *, multiprocess: bool = True, **options: Any
+    ) -> None:
         """`multiprocess=False` runs the engine in this process, which then holds JAX and the model.
 
-        Raises `ConfigError` or `ModelLoadError`.
+        model: as `EngineConfig.model` or, in this process, the value itself. Raises `ConfigError` or `ModelLoadError`.
         """
-        self.config = EngineConfig(model=model, **options)
-        self.tokenizer = load_tokenizer(model, self.config.chat_template)
-        self._engine: EngineLink = (RemoteEngine if multiprocess else LocalEngine)(self.config)
+        given, name = (None, model) if isinstance(model, str) else (model, model.name)
+        if given is not None and multiprocess:
+            raise ConfigError(
+                f"model {name!r} is a value, which cannot be sent to another process: give the import path of a "
+                "function that makes it, package.module:function, or multiprocess=False"
+            )
+        self.config = EngineConfig(model=name, **options)
+        if given is not None and self.config.tokenizer is None:
+            raise ConfigError(f"model {name!r} is your own, which says nothing of a tokenizer: give tokenizer=...")
+        self.tokenizer = load_tokenizer(self.config.tokenizer_source, self.config.chat_template)
+        self._engine: EngineLink = RemoteEngine(self.config) if multiprocess else LocalEngine(self.config, given)
         self._close = weakref.finalize(self, self._engine.close)
         self._seeds = random.Random(self.config.seed)
         self._num_requests = 0

@@ -10,13 +10,13 @@ import jax
 
 from jaxpage.aot.gemms import gemms_of, main_launch, num_library_products
 from jaxpage.config import EngineConfig
-from jaxpage.models.checkpoints.open import open_for_compiling
 from jaxpage.ops.attention.launch import GPU, TUNED, next_power_of_two
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.compiler import step_arguments
 from jaxpage.runner.devices import free_bytes, make_mesh
 from jaxpage.runner.engine_plan import EnginePlan, plan_engine
-from jaxpage.runner.step import compile_step
+from jaxpage.runner.model import model_to_compile
+from jaxpage.runner.programs.program import compile_program
+from jaxpage.runner.programs.step import STEP
 
 TOKENS = [1, 8, 16, 32, 64, 128, 256, 512, 2048]
 
@@ -24,7 +24,7 @@ TOKENS = [1, 8, 16, 32, 64, 128, 256, 512, 2048]
 def tune(it: EnginePlan, num_tokens: int) -> dict[str, object] | None:
     """A row of the file; None where libraries do all of a step's products, which have no tiles to keep."""
     bucket = Bucket(num_tokens, min(num_tokens, it.config.max_num_seqs), num_tokens if num_tokens > 256 else 1)
-    program = compile_step(it.program_config, bucket, *step_arguments(it.shapes, it.program_config, bucket))
+    program = compile_program(STEP, it, bucket)
     text = program.as_text() or ""
     gemms = gemms_of(text)
     launch = main_launch(gemms)
@@ -48,7 +48,7 @@ def main() -> int:
         return 2
     most = max(*args.tokens, 256)
     config = EngineConfig(model=args.model, max_num_seqs=256, max_num_batched_tokens=most, num_blocks=1024)
-    it = plan_engine(config, open_for_compiling(args.model), make_mesh(config), free_bytes)
+    it = plan_engine(config, model_to_compile(config, make_mesh(config)), free_bytes)
     launches = [row for num_tokens in args.tokens if (row := tune(it, num_tokens)) is not None]
     gpu = GPU(device.core_count, int(device.compute_capability.replace(".", "")))
     args.out.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ def check_model(folder: str, engine_plan: EnginePlan) -> None:
 
 def _options_of(engine_plan: EnginePlan) -> dict[str, Any]:
     settled = {
-        "dtype": str(engine_plan.dtype),
+        "dtype": str(engine_plan.model.dtype),
         "max_model_len": engine_plan.max_model_len,
         "num_blocks": engine_plan.num_blocks,
     }
@@ -83,7 +83,7 @@ def _value_of(config: EngineConfig, name: str) -> Any:
 
 
 def _model_digest(engine_plan: EnginePlan) -> str:
-    return hashlib.sha256(repr(engine_plan.model_config).encode()).hexdigest()
+    return hashlib.sha256(engine_plan.model.key.encode()).hexdigest()
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from jaxpage.aot.facts import ProgramFacts, facts_of
 from jaxpage.aot.targets import TARGETS, described_mesh
 from jaxpage.config import EngineConfig
 from jaxpage.errors import ConfigError
-from jaxpage.models.checkpoints.open import open_for_compiling
-from jaxpage.requests.request import SamplerKind
-from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.compiler import ProgramCompiler
 from jaxpage.runner.devices import free_bytes, make_mesh
 from jaxpage.runner.engine_plan import EnginePlan, check_memory, plan_engine
+from jaxpage.runner.model import model_to_compile
 from jaxpage.runner.program_cache import ProgramCache
+from jaxpage.runner.programs.empty import EMPTY
+from jaxpage.runner.programs.program import Program
 
 logger = logging.getLogger(__name__)
 
@@ -39,29 +39,26 @@ def compile_programs(config: EngineConfig, target: str, out: Path) -> int:
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out is {out}, which is not empty: name a new folder, or clear it")
     mesh, free = _devices_of(config, target)
-    engine_plan = plan_engine(config, open_for_compiling(config.model), mesh, lambda _: free)
-    check_memory(engine_plan, free)
+    plan = plan_engine(config, model_to_compile(config, mesh), lambda _: free)
+    check_memory(plan, free)
     print(_HEADER)
-    store = _ReportingStore(out, mesh, free)
-    programs = ProgramCompiler(
-        *(store, engine_plan.program_config, engine_plan.shapes, engine_plan.buckets, engine_plan.makers),
-        progress=lambda done, total: None,
-    )
+    cache = _ReportingCache(out, mesh, free)
+    programs = ProgramCompiler(cache, plan, progress=lambda done, total: None)
     try:
-        for name in engine_plan.makers:
-            programs.empty(name)
+        for piece in EMPTY.variants(plan):
+            programs.get(EMPTY.name, piece)
         programs.wait(background=False)
     except BaseException:
         programs.give_up()
         raise
-    options = write_manifest(out, engine_plan)
+    options = write_manifest(out, plan)
     print(
-        f"{store.stats.num_programs} programs for {mesh.size} x {mesh.devices.flat[0].device_kind} in "
+        f"{cache.stats.num_programs} programs for {mesh.size} x {mesh.devices.flat[0].device_kind} in "
         f"{time.perf_counter() - started:.0f} s, {_size_of(out) / 2**20:.1f} MiB; weights, cache and batch take "
-        f"{engine_plan.kept_bytes / 2**30:.2f} of {free / 2**30:.2f} GiB of each, the largest program "
-        f"{store.most_bytes / 2**30:.2f} with its scratch; serve with"
+        f"{plan.kept_bytes / 2**30:.2f} of {free / 2**30:.2f} GiB of each, the largest program "
+        f"{cache.most_bytes / 2**30:.2f} with its scratch; serve with"
     )
-    print(f"  jaxpage serve --model {config.model} --programs {out} {_flags(engine_plan, options)}")
+    print(f"  jaxpage serve --model {config.model} --programs {out} {_flags(plan, options)}")
     return 0
 
 
@@ -79,7 +76,7 @@ def _devices_of(config: EngineConfig, target: str) -> tuple[Mesh, int]:
 _HEADER = f"{'program':34} {'seconds':>8} {'arguments':>11} {'scratch':>10} {'kernels':>8} {'Triton':>7}  collectives"
 
 
-class _ReportingStore(ProgramCache):
+class _ReportingCache(ProgramCache):
     """Prints a line for each program, and refuses one that does not fit."""
 
     def __init__(self, folder: Path, mesh: Mesh, memory_bytes: int) -> None:
@@ -90,32 +87,21 @@ class _ReportingStore(ProgramCache):
         self._printing = threading.Lock()
 
     def get(
-        self, name: str, config: object, args: Any, compile_program: Callable[[], jax.stages.Compiled]
+        self, program: Program[Any], plan: EnginePlan, variant: Any, when_traced: Callable[[], None] = lambda: None
     ) -> jax.stages.Compiled:
         started = time.perf_counter()
-        program = super().get(name, config, args, compile_program)
-        facts = facts_of(program)
+        compiled, title = super().get(program, plan, variant, when_traced), program.title(variant)
+        facts = facts_of(compiled)
         with self._printing:
-            print(_line(_title(name, config), time.perf_counter() - started, facts), flush=True)
+            print(_line(title, time.perf_counter() - started, facts), flush=True)
             self.most_bytes = max(self.most_bytes, facts.total_bytes)
         if facts.total_bytes > self._memory_bytes:
             raise ConfigError(
-                f"{_title(name, config)} needs {facts.total_bytes / 2**30:.2f} GiB of each device, "
+                f"{title} needs {facts.total_bytes / 2**30:.2f} GiB of each device, "
                 f"{facts.scratch_bytes / 2**30:.2f} of it scratch, and there are {self._memory_bytes / 2**30:.2f}: "
                 "raise --tensor-parallel-size, or lower --num-blocks, --max-num-batched-tokens or --max-num-seqs"
             )
-        return program
-
-
-def _title(name: str, config: object) -> str:
-    match config:
-        case (_, Bucket() as bucket):
-            return f"{name} {bucket.num_tokens} tokens, {bucket.num_rows} rows"
-        case (_, SamplerKind() as kind, int() as num_draws):
-            return f"{name} {kind.name.lower()}, {num_draws} a row"
-        case int() | str():
-            return f"{name} {config}"
-    return name
+        return compiled
 
 
 def _line(title: str, seconds: float, facts: ProgramFacts) -> str:
@@ -126,7 +112,7 @@ def _line(title: str, seconds: float, facts: ProgramFacts) -> str:
     )
 
 
-def _flags(engine_plan: EnginePlan, options: dict[str, Any]) -> str:
+def _flags(plan: EnginePlan, options: dict[str, Any]) -> str:
     """Options that differ from what an engine has by default, and that it would not take from the artifact."""
     default = EngineConfig()
     given = {name: value for name, value in options.items() if getattr(default, name) not in (None, "auto", value)}

@@ -13,7 +13,7 @@ from jaxpage.engine.simulated_device import SimulatedDevice, drawn
 from jaxpage.errors import ConfigError
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.spec import plan_layout
-from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.ops.state_spec import KVSpec
 from jaxpage.requests.request import Request
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduler.policies import load_policy
@@ -174,7 +174,7 @@ def sized(num_prompts: int, options: dict[str, Any]) -> SizedConfig:
 
 def make_scheduler(config: SizedConfig, num_tokens: int) -> Scheduler:
     """One that holds all of `num_tokens` at once, for a model of full attention."""
-    layout = plan_layout([KVSpec(num_kv_heads=1, head_dim=64)], config.block_size)
+    layout = plan_layout([[KVSpec(num_kv_heads=1, head_dim=64)]], config.block_size)
     num_blocks = config.num_blocks or num_tokens // config.block_size + 2 * config.max_num_seqs
     kv_cache = KVCacheManager(
         num_blocks,

@@ -19,13 +19,14 @@ from jaxpage.aot.step_time import PARTS, step_time
 from jaxpage.aot.targets import TARGETS, GPUTarget, described_mesh
 from jaxpage.aot.traffic import traffic_of
 from jaxpage.config import EngineConfig
-from jaxpage.models.checkpoints.open import open_for_compiling
 from jaxpage.ops.attention.launch import GPU, AttentionShape, choose_launch, tuned_launches
 from jaxpage.requests.request import SamplerKind
 from jaxpage.runner.buckets import Bucket, choose_bucket
-from jaxpage.runner.compiler import draw_arguments, step_arguments
 from jaxpage.runner.engine_plan import EnginePlan, bytes_per_device, plan_engine
-from jaxpage.runner.step import compile_draw, compile_step
+from jaxpage.runner.model import model_to_compile
+from jaxpage.runner.programs.program import compile_program
+from jaxpage.runner.programs.sample import SAMPLE
+from jaxpage.runner.programs.step import STEP
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,17 @@ class Floor:
 
 def floor_of(it: EnginePlan, batch: int, context: int) -> Floor:
     """For `batch` rows that attend to `context` positions each, the new one included, counted from shapes."""
-    cfg, num_devices = it.model_config, it.mesh.size
-    params = it.shapes.params
-    itemsize = it.dtype.itemsize
-    looked_up = 0 if cfg.tie_word_embeddings else bytes_per_device(params["embed"])  # a row per token, and no more
+    num_devices, params = it.mesh.size, it.shapes["params"]
+    itemsize = it.model.dtype.itemsize
+    looked_up = bytes_per_device(params["embed"]) if "lm_head" in params else 0  # a row per token, and no more
     weights = bytes_per_device(params) - looked_up
     attended = positions = 0
-    for group, _ in it.layout.layers:
+    for group, _ in it.layout.paged_places:
         spec = it.layout.groups[group].spec
         seen = min(context, spec.span or context)
         positions += spec.token_elements * (seen + 1) * itemsize
-        attended += 4 * cfg.num_heads * cfg.head_dim * seen  # scores and values, two operations for each product
+        # Scores and values, two operations for each product.
+        attended += 4 * spec.num_query_heads * spec.head_dim * seen
     return Floor(
         weight_bytes=weights,
         kv_bytes=batch * positions // num_devices,
@@ -74,7 +75,7 @@ def roofline(config: EngineConfig, target: str, batches: list[int], context: int
     """The floor of each batch's decode step, and what the compiled one should take. Raises as `plan_engine` does."""
     gpu = TARGETS[target]
     mesh = described_mesh(gpu, config.tensor_parallel_size)
-    it = plan_engine(config, open_for_compiling(config.model), mesh, lambda _: gpu.pool_bytes)
+    it = plan_engine(config, model_to_compile(config, mesh), lambda _: gpu.pool_bytes)
     return {
         "target": gpu.name,
         "devices": mesh.size,
@@ -86,9 +87,8 @@ def roofline(config: EngineConfig, target: str, batches: list[int], context: int
 def _decode(it: EnginePlan, gpu: GPUTarget, batch: int, context: int) -> dict[str, Any]:
     """One batch: its floor, its programs' bytes, and their time by the model."""
     bucket = choose_bucket(it.buckets, batch, batch, 1)
-    program = compile_step(it.program_config, bucket, *step_arguments(it.shapes, it.program_config, bucket))
-    arguments = draw_arguments(it.shapes, it.program_config, bucket.num_rows, 1, SamplerKind.GREEDY)
-    draw = compile_draw(it.program_config, SamplerKind.GREEDY, 1, *arguments)
+    program = compile_program(STEP, it, bucket)
+    draw = compile_program(SAMPLE, it, SAMPLE.behind(it, bucket, SamplerKind.GREEDY))
     card, floor, facts = card_of(gpu), floor_of(it, batch, context), facts_of(program)
     texts = [program.as_text() or "", draw.as_text() or ""]
     traffic: Counter[str] = Counter()
@@ -152,8 +152,8 @@ def _row_of(gemm: Gemm, seconds: float, count: int, card: Card) -> dict[str, Any
 
 def _excess(it: EnginePlan, traffic: dict[str, int]) -> dict[str, int]:
     """What each part of a step moves beside its weights: activations, and partial sums."""
-    params = it.shapes.params
-    head = params["embed"] if it.model_config.tie_word_embeddings else params["lm_head"]
+    params = it.shapes["params"]
+    head = params.get("lm_head", params["embed"])
     weights = {"layer": bytes_per_device(params["layers"]), "logits": bytes_per_device(head)}
     return {part: moved - weights.get(part, 0) for part, moved in traffic.items()}
 
@@ -162,22 +162,22 @@ def _attention_seconds(it: EnginePlan, gpu: GPUTarget, bucket: Bucket, batch: in
     """Of a layer's attention in a decode step, on average over the layers."""
     num_devices, target = it.mesh.size, GPU(gpu.num_sms, 10 * gpu.compute_capability)
     seconds = 0.0
-    for group, _ in it.layout.layers:
+    for group, _ in it.layout.paged_places:
         spec = it.layout.groups[group].spec
         shape = AttentionShape(
             num_tokens=bucket.num_tokens,
             num_rows=bucket.num_rows,
             max_query_len=1,
-            num_heads=it.model_config.num_heads // num_devices,
+            num_heads=spec.num_query_heads // num_devices,
             num_kv_heads=spec.num_kv_heads // num_devices,
             head_dim=spec.head_dim,
-            kv_itemsize=it.dtype.itemsize,
+            kv_itemsize=it.model.dtype.itemsize,
             max_kv_len=it.max_model_len,
             span=spec.span,
         )
         launch = choose_launch(shape, target, tuned_launches(target))
         seconds += attention_seconds([(context, 1)] * batch, shape, launch, card_of(gpu))
-    return seconds / len(it.layout.layers)
+    return seconds / len(it.layout.paged_places)
 
 
 def show(found: dict[str, Any], target: str) -> str:

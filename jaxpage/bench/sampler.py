@@ -76,7 +76,7 @@ def _alone(num_rows: int, vocab_size: int, repeat: int) -> Result:
     import jax.numpy as jnp
 
     from jaxpage.ops.sampling.sampling import SamplingState
-    from jaxpage.runner.step import compile_sampler
+    from jaxpage.runner.programs.sample import compile_sampler
 
     logits = jax.random.normal(jax.random.key(0), (num_rows, vocab_size)) * 3
 

@@ -12,9 +12,10 @@ from jaxpage.errors import ConfigError, JaxpageError, RequestError
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.snapshot import take_snapshot
 from jaxpage.kv_cache.spec import max_request_tokens
-from jaxpage.models.checkpoints.open import open_for_serving
+from jaxpage.models.served_model import ServedModel
 from jaxpage.requests.request import Request
 from jaxpage.requests.sequences import sequences_of
+from jaxpage.runner.model import open_model
 from jaxpage.runner.runner import Runner
 from jaxpage.sampling_params import MAX_BEAM_WIDTH, MAX_STOP_TOKEN_IDS
 from jaxpage.scheduler.policies import load_policy
@@ -37,24 +38,18 @@ UTILITIES = (
 """What a client may call by name."""
 
 
-def eos_token_ids(generation_config: dict[str, object], config: dict[str, object]) -> list[int]:
-    """The model's end-of-sequence ids: generation_config's word first, then config's; one id or a list."""
-    for source in (generation_config, config):
-        match source.get("eos_token_id"):
-            case int() as token_id:
-                return [token_id]
-            case list() as token_ids:
-                return [int(token_id) for token_id in token_ids]
-    return []
-
-
 class EngineCore:
     """Requests in, tokens out."""
 
-    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ServedModel | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
         """Load and warm up; `progress(done, total)` counts compiled programs.
 
-        Raises `ModelLoadError` or `ConfigError`.
+        model: what is served in place of what the options name. Raises `ModelLoadError` or `ConfigError`.
         """
         if config.process_id:
             raise ConfigError(
@@ -62,13 +57,14 @@ class EngineCore:
                 f"`jaxpage serve --process-id {config.process_id}`, which follows it"
             )
         policy = load_policy(config.scheduling_policy)  # before the weights: a mistake is told at once
-        checkpoint = open_for_serving(config.model, config.load_format)
-        self.runner = Runner(config, checkpoint, progress)
-        sized = self.runner.engine_plan.config
+        config, model = open_model(config, model)
+        self.runner = Runner(config, model, progress)
+        plan = self.runner.plan
+        sized = plan.config
         scheduler = Scheduler(
             KVCacheManager(
-                self.runner.num_blocks,
-                self.runner.layout,
+                plan.num_blocks,
+                plan.layout,
                 max_step_tokens=sized.max_step_tokens,
                 enable_prefix_caching=config.enable_prefix_caching,
             ),
@@ -79,10 +75,9 @@ class EngineCore:
             policy=policy,
         )
         self._max_drafts = config.max_drafts
-        self._eos_token_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)[:MAX_STOP_TOKEN_IDS]
+        self._eos_token_ids = list(model.eos_token_ids[:MAX_STOP_TOKEN_IDS])
         self.loop = LOOPS[config.engine_mode](scheduler, self.runner)
-        vocab_size = self.runner.model_config.vocab_size
-        self._grammars = Grammars(partial(_load_tokenizer, config.model), vocab_size, self._eos_token_ids)
+        self._grammars = Grammars(partial(_load_tokenizer, config), model.vocab_size, self._eos_token_ids)
         self._constrained: list[Request] = []
         """Requests whose text must fit a grammar, until they end."""
         self._num_arrived = 0
@@ -95,18 +90,18 @@ class EngineCore:
         """What the next step gives besides its own."""
         self._is_traced = False
         self.ready = Ready(
-            max_model_len=self.runner.max_model_len,
-            vocab_size=self.runner.model_config.vocab_size,
+            max_model_len=plan.max_model_len,
+            vocab_size=model.vocab_size,
             eos_token_ids=self._eos_token_ids,
-            num_blocks=self.runner.num_blocks,
+            num_blocks=plan.num_blocks,
             block_size=config.block_size,
             max_num_seqs=sized.max_num_seqs,
-            logits_processors=[processor.name for processor in self.runner.processors],
+            logits_processors=[processor.name for processor in plan.processors],
             max_beam_tokens=[
-                max_request_tokens(self.runner.layout, (self.runner.num_blocks - 1) // width, sized.max_step_tokens)
+                max_request_tokens(plan.layout, (plan.num_blocks - 1) // width, sized.max_step_tokens)
                 for width in range(1, MAX_BEAM_WIDTH + 1)
             ],
-            embedding_size=self.runner.model_config.hidden_size,
+            embedding_size=model.embed_size,
         )
         self.runner.warm_up()
 
@@ -295,7 +290,7 @@ class EngineCore:
         }
 
 
-def _load_tokenizer(model: str) -> "Tokenizer":
+def _load_tokenizer(config: EngineConfig) -> "Tokenizer":
     from jaxpage.text.tokenizer import load_tokenizer  # a tenth of a second that only grammars need
 
-    return load_tokenizer(model)
+    return load_tokenizer(config.tokenizer_source)

@@ -8,7 +8,7 @@ import os
 
 from jaxpage.config import EngineConfig
 from jaxpage.engine.gpu_memory import share_for_engine
-from jaxpage.models.checkpoints.open import open_for_serving
+from jaxpage.runner.model import open_model
 from jaxpage.runner.runner import Runner
 
 
@@ -16,7 +16,7 @@ def follow(config: EngineConfig) -> int:
     """Follow process 0 to its end. Raises `ModelLoadError` or `ConfigError`."""
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s process {config.process_id}: %(message)s")
     os.environ.update(share_for_engine(os.environ))
-    runner = Runner(config, open_for_serving(config.model, config.load_format))
+    runner = Runner(*open_model(config))
     runner.warm_up()
     runner.follow()
     return 0

@@ -6,13 +6,16 @@ Both say the same: first `Ready`, at last `Dead`, and what `EngineCore` gives in
 import logging
 import os
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import zmq
 
 from jaxpage import wire
 from jaxpage.config import EngineConfig
 from jaxpage.engine.process import EngineProcess, envelope
+
+if TYPE_CHECKING:
+    from jaxpage.models.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +46,14 @@ class EngineLink(Protocol):
 class LocalEngine:
     """The engine in the caller's process. It takes a step whenever there is nothing else to say."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Load and warm up. Raises `ModelLoadError` or `ConfigError`."""
+    def __init__(self, config: EngineConfig, model: "ServedModel | None" = None) -> None:
+        """Load and warm up; `model` is served in place of what the options name.
+
+        Raises `ModelLoadError` or `ConfigError`.
+        """
         from jaxpage.engine.core import EngineCore
 
-        self._core = EngineCore(config)
+        self._core = EngineCore(config, model)
         self._said: deque[wire.FromEngine] = deque([self._core.ready])
         self.pid = os.getpid()
 

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpage.requests.request import RequestStatus
-from jaxpage.scheduler.scheduler import PromptPiece, Scheduler, SchedulerOutput
+from jaxpage.scheduler.scheduler import Scheduler
+from jaxpage.scheduler.step_plan import PromptPiece, SchedulerOutput
 from jaxpage.wire import SequenceOutput, TokenLogprobs
 
 Outputs = list[SequenceOutput]

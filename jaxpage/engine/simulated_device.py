@@ -7,10 +7,10 @@ import time
 import numpy as np
 
 from jaxpage.kv_cache.spec import plan_layout
-from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.ops.state_spec import KVSpec
 from jaxpage.requests.request import Request
 from jaxpage.runner.step_table import StepTable
-from jaxpage.scheduler.scheduler import SchedulerOutput
+from jaxpage.scheduler.step_plan import SchedulerOutput
 
 Step = tuple[list[list[int]], threading.Event]
 """What each request draws, and what is set when the step has ended."""
@@ -23,7 +23,7 @@ class SimulatedDevice:
     """
 
     def __init__(self, step_seconds: float, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
-        from jaxpage.runner import plan  # imports JAX, which the other benches do without
+        from jaxpage.runner.programs import admit, edit  # import JAX, which the other benches do without
 
         self.started: list[float] = []
         """When each step began and ended, in seconds of `time.perf_counter`."""
@@ -32,8 +32,8 @@ class SimulatedDevice:
         """Sent to the device for each step."""
         self.only_decodes: list[bool] = []
         """Whether every request was there and computed one token."""
-        self._plan = plan
-        self._layout = plan_layout([KVSpec(num_kv_heads=1, head_dim=64)], block_size)
+        self._admit, self._edit = admit, edit
+        self._layout = plan_layout([[KVSpec(num_kv_heads=1, head_dim=64)]], block_size)
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._step_seconds = step_seconds
@@ -45,10 +45,10 @@ class SimulatedDevice:
     def dispatch(self, output: SchedulerOutput) -> Step:
         """Queue a step; every request draws a token where it reaches its last known one."""
         admissions = [
-            self._plan.pack_admission(admitted, self._max_model_len, self._layout) for admitted in output.admitted
+            self._admit.pack_admission(admitted, self._max_model_len, self._layout) for admitted in output.admitted
         ]
         edits, _ = self._table.advance(output)
-        packed = self._plan.pack_edits(edits, max(self._plan.NUM_EDITS, edits.shape[1]))
+        packed = self._edit.pack_edits(edits, max(self._edit.NUM_EDITS, edits.shape[1]))
         self.num_bytes.append(packed.nbytes + sum(admission.nbytes for admission in admissions))
         self.only_decodes.append(output.query_lens == [1] * self._max_num_seqs)
         tokens = [drawn(request) for request in output.requests]

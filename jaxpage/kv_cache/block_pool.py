@@ -118,6 +118,13 @@ class BlockPool:
             self._entries[block_id] = CacheEntry(group, key)
             self.num_cached += 1
 
+    def discard(self, block_id: int) -> None:
+        """Forget what a free block holds; it will be taken before all others."""
+        assert self.ref_counts[block_id] == 0, f"block {block_id} is discarded and held"
+        self._forget(block_id)
+        self.share([block_id])
+        self.free([block_id])
+
     def find(self, group: int, key: BlockKey) -> int | None:
         """The block that holds exactly this; a digest alone is no proof, its tokens must agree, too."""
         block_id = self._block_ids.get((group, key.digest))
@@ -144,9 +151,11 @@ class BlockPool:
         A block is free or referenced, never both, as often as tables hold it; what can be found is what was published.
         """
         counts = [0] * self.num_blocks
-        for _, table in held:
+        for group, table in held:
             for block_id in table:
                 counts[block_id] += block_id != NULL_BLOCK_ID
+                entry = self._entries[block_id]
+                assert entry is None or entry.group == group, "a block is held by one group and found by another"
         assert counts == self.ref_counts, "reference counts differ from what the tables hold"
         free = self.free_list()
         assert len(free) == len(set(free)) == self.num_free, "the free list is broken"

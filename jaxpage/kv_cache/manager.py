@@ -2,17 +2,19 @@
 
 A request has one table per KV group. What the groups differ in is only which positions a query sees
 (`KVSpec.first_visible`): blocks before that are freed while the request runs, and need not be found for a prefix hit.
+Recurrent states have no table: a prefix hit, or a fork, begins from a checkpoint of them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
 
 from jaxpage.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool
+from jaxpage.kv_cache.checkpoints import Checkpoint, Checkpoints
 from jaxpage.kv_cache.hashing import BlockKey
 from jaxpage.kv_cache.spec import num_blocks_for
-from jaxpage.ops.kv_spec import KVGroup, KVLayout
+from jaxpage.ops.state_spec import KVGroup, KVLayout
 
 BlockCopy = tuple[int, int]
 """(source, target): block ids."""
@@ -33,6 +35,8 @@ class PrefixHit:
     num_tokens: int
     tables: list[list[int]]
     """Per group; the null block where nothing is needed any more."""
+    checkpoint: list[int] = field(default_factory=list)
+    """Blocks of the recurrent states behind it; none where there are no such states, or no prefix."""
 
 
 @dataclass(slots=True)
@@ -48,6 +52,12 @@ class _Held:
     """Per group: blocks from the table's head that were published or need not be."""
     untold: list[NewBlocks]
     """Blocks that took the place of others, for `grow` to tell."""
+    checkpoint: list[int]
+    """Blocks of the recurrent states that the request begins from."""
+    newest: BlockKey | None = None
+    """The checkpoint that was made last behind tokens of its output."""
+    for_forks: BlockKey | None = None
+    """The checkpoint that its forks begin from."""
 
 
 class KVCacheManager:
@@ -60,13 +70,17 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks)
         self.layout = layout
         self.block_size = layout.block_size
+        self.grain = layout.grain
+        """Prefix hits are multiples of it."""
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queried_tokens = 0
         """Tokens of admitted requests that were looked for in the prefix cache."""
         self.num_hit_tokens = 0
         """Tokens of these that were found."""
         self._groups = layout.groups
-        self._grain = max(group.block_size for group in layout.groups)
+        self._checkpoints = (
+            None if layout.checkpoint is None else Checkpoints(self.pool, layout.checkpoint, len(layout.groups))
+        )
         self._max_step_tokens = max_step_tokens
         self._held: dict[str, _Held] = {}
 
@@ -90,17 +104,20 @@ class KVCacheManager:
 
     def match(self, keys: Sequence[BlockKey], num_tokens: int) -> PrefixHit:
         """The longest prefix that all groups can go on from; at least one of `num_tokens` is left to compute."""
-        num_hit = 0
+        num_hit, checkpoint = 0, None
         if self.enable_prefix_caching:
-            num_hit = min((num_tokens - 1) // self._grain, len(keys) * self.block_size // self._grain) * self._grain
+            num_hit = min((num_tokens - 1) // self.grain, len(keys) * self.block_size // self.grain) * self.grain
             while num_hit > 0:
                 agreed = num_hit
                 for index in range(len(self._groups)):
                     agreed = self._longest_hit(index, keys, agreed)
+                if self._checkpoints is not None:
+                    agreed, checkpoint = self._longest_checkpoint(keys, agreed)
                 if agreed == num_hit:
                     break
                 num_hit = agreed
-        return PrefixHit(num_hit, [self._hit_table(index, keys, num_hit) for index in range(len(self._groups))])
+        tables = [self._hit_table(index, keys, num_hit) for index in range(len(self._groups))]
+        return PrefixHit(num_hit, tables, checkpoint or [])
 
     def admit(self, request_id: str, hit: PrefixHit) -> None:
         """Begin a request's tables with what was found for it."""
@@ -109,7 +126,10 @@ class KVCacheManager:
             self.pool.share(table)
         first = [self._first_index(group, hit.num_tokens) for group in self._groups]
         published = [hit.num_tokens // group.block_size for group in self._groups]
-        self._held[request_id] = _Held([list(table) for table in hit.tables], hit.num_tokens, first, published, [])
+        tables = [list(table) for table in hit.tables]
+        self._held[request_id] = _Held(tables, hit.num_tokens, first, published, [], hit.checkpoint)
+        if self._checkpoints is not None:
+            self._checkpoints.touch(hit.checkpoint)
 
     def grow(self, request_id: str, num_computed_tokens: int, num_tokens: int) -> Sequence[NewBlocks] | None:
         """Make the request's tables cover `num_tokens` positions; queries come from `num_computed_tokens` on.
@@ -134,9 +154,7 @@ class KVCacheManager:
                 block_ids, taken = taken[:count], taken[count:]
                 added.append(NewBlocks(index, len(table), block_ids))
                 table.extend(block_ids)
-        held.capacity = min(
-            len(table) * group.block_size for group, table in zip(self._groups, held.tables, strict=True)
-        )
+        held.capacity = self._capacity(held.tables)
         return added
 
     def publish(self, request_id: str, keys: Sequence[BlockKey], num_tokens: int) -> None:
@@ -155,7 +173,7 @@ class KVCacheManager:
         """Begin a request with the first `num_tokens` positions of another: full blocks shared, the last one copied.
 
         Returns the copies to make before the next step, or None when the source no longer holds what is needed, or too
-        few blocks are free to go on for a token.
+        few blocks are free to go on for a token. Recurrent states begin from the checkpoint of `save_for_forks`.
         """
         source = self._held.get(source_id)
         if source is None or source.capacity < num_tokens or self.pool.num_free < len(self._groups):
@@ -165,7 +183,13 @@ class KVCacheManager:
             for group, first in zip(self._groups, source.first_kept, strict=True)
         ):
             return None
-        return self._fork(source, target_id, num_tokens)
+        checkpoint = None
+        if self._checkpoints is not None and num_tokens > 0:
+            checkpoint = self._checkpoints.find(source.for_forks) if source.for_forks is not None else None
+            if checkpoint is None:
+                return None
+            self._checkpoints.touch(checkpoint)
+        return self._fork(source, target_id, num_tokens, checkpoint or [])
 
     def reorder(self, request_ids: Sequence[str], sources: Sequence[int], num_tokens: int) -> list[BlockCopy] | None:
         """Let request i go on from the first `num_tokens` positions of `request_ids[sources[i]]`, for all at once.
@@ -189,7 +213,7 @@ class KVCacheManager:
                 forks.append((held, request_ids[target]))
         copies: list[BlockCopy] = []
         for held, target_id in forks:
-            copied = self._fork(held, target_id, num_tokens)
+            copied = self._fork(held, target_id, num_tokens, [])
             if copied is None:
                 for request_id in request_ids:
                     self.free(request_id)
@@ -202,6 +226,39 @@ class KVCacheManager:
         held = self._held.pop(request_id, None)
         if held is not None:
             self._free(held)
+            if self._checkpoints is not None and held.for_forks is not None:
+                self._checkpoints.forget(held.for_forks)
+
+    def checkpoint_of(self, request_id: str) -> list[int]:
+        """Blocks of the recurrent states that a request begins from; none for one that begins from nothing."""
+        return self._held[request_id].checkpoint
+
+    def save(self, request_id: str, keys: Sequence[BlockKey], num_tokens: int, *, output: bool) -> Checkpoint | None:
+        """Make room for a checkpoint of a request's first `num_tokens`, a multiple of `grain`, for others to find.
+
+        output: of those behind tokens of its output, a request keeps the newest only. Returns None when there is one
+        already, or too few blocks are free.
+        """
+        assert self._checkpoints is not None, "there are recurrent states"
+        held = self._held[request_id]
+        saved = self._checkpoints.make(keys[num_tokens // self.block_size - 1])
+        if saved is not None and output:
+            if held.newest is not None:
+                self._checkpoints.forget(held.newest)
+            held.newest = saved.key
+        return saved
+
+    def save_for_forks(self, request_id: str) -> Checkpoint | None:
+        """Make room for a checkpoint of all of a request's prompt but its last token: only its forks find it."""
+        assert self._checkpoints is not None, "there are recurrent states"
+        saved = self._checkpoints.make(BlockKey(f"forks of {request_id}".encode(), b""))
+        if saved is not None:
+            self._held[request_id].for_forks = saved.key
+        return saved
+
+    def holds(self, saved: Checkpoint) -> bool:
+        """Whether a checkpoint can still be found."""
+        return self._checkpoints is not None and self._checkpoints.find(saved.key) == saved.block_ids
 
     def reset_prefix_cache(self) -> bool:
         """Forget all published blocks. Refused (False) while any block is held."""
@@ -211,7 +268,7 @@ class KVCacheManager:
         """Assert the pool's invariants against the tables; see `BlockPool.check_integrity`."""
         self.pool.check_integrity([(g, table) for held in self._held.values() for g, table in enumerate(held.tables)])
 
-    def _fork(self, source: _Held, target_id: str, num_tokens: int) -> list[BlockCopy] | None:
+    def _fork(self, source: _Held, target_id: str, num_tokens: int, checkpoint: list[int]) -> list[BlockCopy] | None:
         """Begin a request with the first positions of another; returns the copies, or None without room for them."""
         fresh = self.pool.allocate(sum(num_tokens % group.block_size > 0 for group in self._groups))
         if fresh is None:
@@ -232,9 +289,13 @@ class KVCacheManager:
         # Whoever filled the full blocks has published them.
         published = [num_tokens // group.block_size for group in self._groups]
         first_kept = [self._first_index(group, num_tokens) for group in self._groups]
-        capacity = min(len(table) * group.block_size for group, table in zip(self._groups, tables, strict=True))
-        self._held[target_id] = _Held(tables, capacity, first_kept, published, untold)
+        self._held[target_id] = _Held(tables, self._capacity(tables), first_kept, published, untold, checkpoint)
         return copies
+
+    def _capacity(self, tables: Sequence[list[int]]) -> int:
+        """Positions that all of a request's tables cover; any number without tables."""
+        sizes = (len(table) * group.block_size for group, table in zip(self._groups, tables, strict=True))
+        return min(sizes, default=2**31 - 1)
 
     def _free(self, held: _Held) -> None:
         blocks = [
@@ -261,16 +322,25 @@ class KVCacheManager:
         if group.spec.span is None:
             for position in range(num_tokens // group.block_size):
                 if self.pool.find(index, self._key(group, keys, position)) is None:
-                    return position * group.block_size // self._grain * self._grain
+                    return position * group.block_size // self.grain * self.grain
             return num_tokens
         while num_tokens > 0:
             for position in range(num_tokens // group.block_size - 1, self._first_index(group, num_tokens) - 1, -1):
                 if self.pool.find(index, self._key(group, keys, position)) is None:
-                    num_tokens = position * group.block_size // self._grain * self._grain
+                    num_tokens = position * group.block_size // self.grain * self.grain
                     break
             else:
                 return num_tokens
         return 0
+
+    def _longest_checkpoint(self, keys: Sequence[BlockKey], num_tokens: int) -> tuple[int, list[int] | None]:
+        """The most tokens, at most `num_tokens`, that there is a checkpoint behind, and its blocks."""
+        assert self._checkpoints is not None
+        for end in range(num_tokens, 0, -self.grain):
+            checkpoint = self._checkpoints.find(keys[end // self.block_size - 1])
+            if checkpoint is not None:
+                return end, checkpoint
+        return 0, None
 
     def _hit_table(self, index: int, keys: Sequence[BlockKey], num_tokens: int) -> list[int]:
         group = self._groups[index]

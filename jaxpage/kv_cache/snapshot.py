@@ -19,7 +19,7 @@ def take_snapshot(kv_cache: KVCacheManager, running: Sequence[Request]) -> dict[
             "kind": "window" if group.spec.window else "chunk" if group.spec.chunk else "full",
             "span": group.spec.span,
             "block_size": group.block_size,
-            "num_layers": sum(index == of_layer for of_layer, _ in kv_cache.layout.layers),
+            "num_layers": sum(index == of_layer for of_layer, _ in kv_cache.layout.paged_places),
         }
         for index, group in enumerate(kv_cache.layout.groups)
     ]

@@ -11,102 +11,71 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpage.models.checkpoints.checkpoint import Checkpoint
-from jaxpage.models.weights import Params, load_params
-from jaxpage.ops.attention.paged import KVCache
-from jaxpage.requests.request import SamplerKind
-from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.compiler import ProgramCompiler
-from jaxpage.runner.draw import StepResult
 from jaxpage.runner.engine_plan import EnginePlan
-from jaxpage.runner.plan import NO_EDITS, NUM_EDITS, pack_draws, pack_edits
-from jaxpage.runner.state import BatchState
+from jaxpage.runner.programs.empty import EMPTY
+from jaxpage.runner.programs.program import Piece, Program
+from jaxpage.runner.programs.registry import PROGRAMS
 
 logger = logging.getLogger(__name__)
 
-_CHANGE_WHAT_EDITS_DO = ("admit", "fork", "edit")
-"""Programs that write where edits do: block tables and places."""
 _SMALLEST_BYTES = 256
 _ROOM_BYTES = [_SMALLEST_BYTES << size for size in range(5) for _ in range(4)]
 """What JAX's allocator gives is a multiple of the smallest. Tokens of 64 rows take as much, edits twice that."""
 
 
 class DeviceBatch:
-    """What lives on the devices of one engine. Not thread-safe: one thread runs programs."""
+    """What lives on the devices of one engine, piece by piece. Not thread-safe: one thread runs programs."""
 
-    def __init__(self, engine_plan: EnginePlan, checkpoint: Checkpoint, programs: ProgramCompiler) -> None:
+    def __init__(self, plan: EnginePlan, programs: ProgramCompiler) -> None:
         """Loads the weights. Raises `ModelLoadError`."""
-        self._blueprint = engine_plan
-        self._num_logits = engine_plan.program_config.num_logits
+        self._plan = plan
         self._programs = programs
-        self._offloaded: Params | None = None
+        self._offloaded: Any = None
         """The weights while asleep."""
-        self._last: Bucket | None = None
-        """Of the last step."""
-        self._no_masks: dict[int, jax.Array] = {}
-        """What `SamplerKind.ANY` is told where there are none, by the rows of a step."""
-        self._edits: jax.Array | None = None
-        """Those of the last step."""
-        self._edits_may_repeat = False
-        """Whether they would change nothing if they were made once more."""
+        self._calls: dict[tuple[str, Any], tuple[list[Piece], list[Piece]]] = {}
+        """What programs take and change, once they have run."""
+        self._inputs: dict[tuple[str, Any], jax.Array] = {}
+        """What programs are told where there is nothing for them to do."""
+        self._last_inputs: dict[str, jax.Array] = {}
+        """Of programs that `repeat`: their last."""
+        self._unsettled: set[str] = set()
+        """Programs whose last input may not come again."""
         with ThreadPoolExecutor(1, thread_name_prefix="kv cache") as pool:
-            kv_cache = pool.submit(lambda: programs.empty("kv_cache")())
+            kv_cache = pool.submit(self._empty, "kv_cache")
             started = time.perf_counter()
-            self._params = load_params(engine_plan.specs, checkpoint, engine_plan.dtype, engine_plan.mesh)
-            logger.info("weights loaded as %s in %.1f s", engine_plan.dtype, time.perf_counter() - started)
-            self.state: BatchState = programs.empty("state")()
-            self._logits: dict[int, jax.Array] = programs.empty("logits")()
-            """Of the last step of each size: see `DeviceShapes.logits`."""
-            self._kv_cache: KVCache = kv_cache.result()
-        self._walls = self._make_room() if engine_plan.mesh.devices.flat[0].platform != "cpu" else []
+            self._pieces: dict[Piece, Any] = {"params": plan.model.load_params()}
+            logger.info("weights loaded as %s in %.1f s", plan.model.dtype, time.perf_counter() - started)
+            self._pieces |= {piece: self._empty(piece) for piece in plan.makers if piece != "kv_cache"}
+            self._pieces["kv_cache"] = kv_cache.result()
+        self._walls = self._make_room() if plan.target.gpu is not None else []
 
-    def run(self, program: str, packed: np.ndarray, variant: tuple[int, ...] = ()) -> Any:
-        """Send a program of `runner.step` what it is told, and return at once, with what it gives besides the state.
+    def run(self, name: str, told: np.ndarray | None, variant: Any = None) -> Any:
+        """Run a program, and return at once, with its result.
 
-        variant: the numbers of a step's `Bucket` and its `SamplerKind`, or an admission's capacity.
+        told: its input; None where there is nothing for it to do but what it always does.
         """
-        programs = self._programs
-        told = self._edits_of(packed) if program == "step" else self._send(packed)
-        if program in _CHANGE_WHAT_EDITS_DO:
-            self._edits_may_repeat = False
-        match program:
-            case "step":
-                *shape, kind = variant
-                bucket = Bucket(*shape)
-                step, number = programs.step(bucket), self._num_logits(bucket)
-                self._kv_cache, self.state, self._logits[number] = step(
-                    self._params, self._kv_cache, self.state, self._logits[number], told
-                )
-                self._last = bucket
-                return self._draw(SamplerKind(kind), None)
-            case "redraw":
-                return self._draw(SamplerKind.ANY, told)
-            case "admit":
-                self.state = programs.admission(*variant)(self.state, told)
-            case "fork":
-                self._kv_cache, self.state = programs["fork"](self._kv_cache, self.state, told)
-            case "edit" | "rules":
-                self.state = programs[program](self.state, told)
-            case "pool":
-                return programs["pool"](self.state.hidden, told)
-            case _:
-                return programs[program](self._params, self.state.hidden, told)
-        return None
-
-    def _draw(self, kind: SamplerKind, told: jax.Array | None) -> StepResult:
-        """Behind the last step."""
-        assert self._last is not None
-        bucket = self._last
-        logits = self._logits[self._num_logits(bucket)]
-        program = self._programs.draw(bucket, kind)
-        if kind is SamplerKind.ANY and told is None:
-            told = self._no_masks.get(bucket.num_rows)
-            if told is None:
-                told = self._send(pack_draws(bucket.num_rows, logits.shape[1]))
-                self._no_masks[bucket.num_rows] = told
-        result: StepResult
-        self.state, result = program(logits, self.state, told)
+        compiled, pieces = self._programs.get(name, variant), self._pieces
+        call = self._calls.get((name, variant))
+        if call is None:
+            program, plan = PROGRAMS[name], self._plan
+            call = list(program.takes(plan, variant)), list(program.changes(plan, variant))
+            self._calls[name, variant] = call
+        takes, changes = call
+        given = self._input(PROGRAMS[name], variant, told)
+        arguments = [pieces[piece] for piece in takes]
+        updated, result = compiled(*arguments) if given is None else compiled(*arguments, given)
+        for piece, value in zip(changes, updated, strict=True):
+            pieces[piece] = value
         return result
+
+    def wait(self) -> None:
+        """Return when the devices have run everything."""
+        jax.block_until_ready(self._pieces["state"])
+
+    def __getitem__(self, piece: Piece) -> Any:
+        """What lies on the devices now."""
+        return self._pieces[piece]
 
     @property
     def is_sleeping(self) -> bool:
@@ -114,32 +83,53 @@ class DeviceBatch:
 
     def sleep(self, *, offload_weights: bool) -> None:
         """Free KV cache and logits, whose content is lost; with `offload_weights`, move the weights to host memory."""
-        for buffer in (*self._kv_cache.buffers, *self._logits.values()):
-            buffer.delete()
-        self._offloaded = self._params
+        for piece in self._plan.scratch:
+            for array in jax.tree.leaves(self._pieces[piece]):
+                array.delete()
+        self._offloaded = self._pieces["params"]
         if offload_weights:
-            self._offloaded = jax.device_get(self._params)
-            for weight in jax.tree.leaves(self._params):
+            self._offloaded = jax.device_get(self._pieces["params"])
+            for weight in jax.tree.leaves(self._pieces["params"]):
                 weight.delete()
 
     def wake_up(self) -> None:
         """Take the memory again: an empty KV cache, and the weights."""
-        shardings = jax.tree.map(lambda shape: shape.sharding, self._blueprint.shapes.params)
-        self._params = jax.device_put(self._offloaded, shardings)
+        shardings = jax.tree.map(lambda shape: shape.sharding, self._plan.shapes["params"])
+        self._pieces["params"] = jax.device_put(self._offloaded, shardings)
         self._offloaded = None
-        self._kv_cache = self._programs.empty("kv_cache")()
-        self._logits = self._programs.empty("logits")()
+        for piece in self._plan.scratch:
+            self._pieces[piece] = self._empty(piece)
 
-    def _edits_of(self, packed: np.ndarray) -> jax.Array:
-        """What a step is told, for `NO_EDITS` the same as the last one, which changes nothing: nothing need be sent.
+    def _empty(self, piece: Piece) -> Any:
+        _, made = self._programs.get(EMPTY.name, piece)()
+        return made
 
-        All of them lie at the same address if memory is free as it was: a GPU's graph stays as it is.
+    def _input(self, program: Program[Any], variant: Any, told: np.ndarray | None) -> jax.Array | None:
+        """What a program is told, on the devices.
+
+        What has an effect only once may come a second time in place of nothing, and nothing need be sent. All inputs
+        of such a program lie at the same address if memory is free as it was: a GPU's graph stays as it is.
         """
-        if self._edits is None or packed.size or not self._edits_may_repeat:
-            self._edits = None  # gives its memory to the next
-            self._edits = self._send(packed if packed.size else pack_edits(NO_EDITS, NUM_EDITS))
-            self._edits_may_repeat = True
-        return self._edits
+        if program.unsettles:
+            self._unsettled.update(self._last_inputs)
+        name, key = program.name, (program.name, variant)
+        if program.repeats:
+            if told is None and name in self._last_inputs and name not in self._unsettled:
+                return self._last_inputs[name]
+            self._last_inputs.pop(name, None)  # gives its memory to the next
+            told = told if told is not None else program.nothing(self._plan, variant)
+            assert told is not None, "what repeats has an input"
+            self._last_inputs[name] = self._send(told)
+            self._unsettled.discard(name)
+            return self._last_inputs[name]
+        if told is not None:
+            return self._send(told)
+        if key not in self._inputs:
+            nothing = program.nothing(self._plan, variant)
+            if nothing is None:
+                return None
+            self._inputs[key] = self._send(nothing)
+        return self._inputs[key]
 
     def _make_room(self) -> list[jax.Array]:
         """Leave gaps in the devices' memory that only small arrays fit in. Returns what stands between them.
@@ -156,7 +146,7 @@ class DeviceBatch:
 
     def _send(self, packed: np.ndarray) -> jax.Array:
         """To all devices of this process, which every process does: nobody compares what they send."""
-        replicated, mesh = self._blueprint.replicated, self._blueprint.mesh
+        replicated, mesh = self._plan.replicated, self._plan.mesh
         if replicated.is_fully_addressable:
             return jax.device_put(packed, replicated)
         copies = [jax.device_put(packed, device) for device in mesh.local_devices]

@@ -14,131 +14,148 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpage.aot.targets import share_of
 from jaxpage.config import EngineConfig, SizedConfig
-from jaxpage.errors import ConfigError, ModelLoadError
-from jaxpage.kv_cache.spec import max_request_tokens, plan_layout
-from jaxpage.models.checkpoints.checkpoint import Checkpoint
-from jaxpage.models.families.hf_config import ModelConfig, UnsupportedModelError
-from jaxpage.models.families.parallel import divide_model
-from jaxpage.models.registry import Model, resolve_model
-from jaxpage.models.weights import Params, param_shapes
-from jaxpage.ops.attention.paged import KV_CACHE_SPEC, KVCache, logits_sharding
-from jaxpage.ops.kv_spec import KVLayout
-from jaxpage.runner.buckets import Bucket, make_buckets
-from jaxpage.runner.compiler import DeviceShapes
-from jaxpage.runner.logits_processors import OwnProcessor, load_processors
-from jaxpage.runner.plan import rules_layout
+from jaxpage.errors import ConfigError
+from jaxpage.kv_cache.spec import block_bytes, max_request_tokens, plan_layout
+from jaxpage.models.served_model import ServedModel
+from jaxpage.ops.attention.paged import KVCache, Target, kv_cache_spec, logits_sharding, target_of
+from jaxpage.ops.state_spec import KVLayout
+from jaxpage.runner.buckets import Bucket, by_usefulness, make_buckets
 from jaxpage.runner.program_config import ProgramConfig
+from jaxpage.runner.programs.logits_processors import OwnProcessor, load_processors
 from jaxpage.runner.resolve import (
     Memory,
-    block_bytes,
     max_blocks,
     program_bytes,
-    resolve_dtype,
     resolve_max_model_len,
     resolve_num_blocks,
     resolve_sizes,
 )
-from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
+from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state, rules_layout
 from jaxpage.sampling_params import MAX_BEAM_CANDIDATES, MAX_STOP_TOKEN_IDS
+from jaxpage.speculative.methods import load_proposer
+from jaxpage.speculative.proposer import Proposer
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EnginePlan:
-    """One model on a mesh of devices, as its options say."""
+    """One model on its devices, as the options say."""
 
     config: SizedConfig
-    mesh: Mesh
-    model: Model
-    model_config: ModelConfig
-    dtype: np.dtype[Any]
-    specs: Params
-    """A `Weight` for each array."""
+    model: ServedModel
     layout: KVLayout
     num_blocks: int
     """The null block included."""
     max_model_len: int
     processors: tuple[OwnProcessor, ...]
+    proposer: Proposer | None
 
-    @property
+    @cached_property
     def program_config(self) -> ProgramConfig:
-        return ProgramConfig(self.model_config, MAX_BEAM_CANDIDATES, self.processors, self.config.speculative_config)
+        return ProgramConfig(
+            model_key=self.model.key,
+            vocab_size=self.model.vocab_size,
+            num_logprobs=MAX_BEAM_CANDIDATES,
+            processors=self.processors,
+            proposer_key="" if self.proposer is None else self.proposer.key,
+            proposer=self.proposer,
+        )
 
     @property
+    def mesh(self) -> Mesh:
+        return self.model.mesh
+
+    @cached_property
+    def target(self) -> Target:
+        return target_of(self.mesh, self.model.heads_axis)
+
+    @cached_property
     def buckets(self) -> list[Bucket]:
-        return make_buckets(self.config.max_num_seqs, self.config.max_num_batched_tokens, self.config.max_drafts)
+        """The most useful first: see `by_usefulness`."""
+        config = self.config
+        return by_usefulness(make_buckets(config.max_num_seqs, config.max_num_batched_tokens, config.max_drafts))
+
+    def first_bucket_of(self, num_rows: int) -> int:
+        """Index of the first bucket with so many rows."""
+        return next(index for index, bucket in enumerate(self.buckets) if bucket.num_rows == num_rows)
+
+    @cached_property
+    def makers(self) -> dict[Any, Callable[[], Any]]:
+        """What makes those of `shapes` that begin empty."""
+        numbers = sorted({self.program_config.num_logits(bucket) for bucket in self.buckets})
+        logits = {("logits", number): self._maker_of_logits(number) for number in numbers}
+        return {"kv_cache": self.make_kv_cache, "state": self.make_state, "hidden": self.make_hidden, **logits}
 
     @property
-    def makers(self) -> dict[str, Callable[[], Any]]:
-        """What makes those of `shapes` that begin empty."""
-        return {"kv_cache": self.make_kv_cache, "state": self.make_state, "logits": self.make_logits}
+    def scratch(self) -> list[Any]:
+        """Pieces whose content nobody misses once all requests have been preempted."""
+        return [piece for piece in self.makers if piece not in ("state", "hidden")]
 
     @property
     def replicated(self) -> NamedSharding:
         """Where everything lies that all devices have: whatever is neither weights nor KV."""
         return NamedSharding(self.mesh, PartitionSpec())
 
-    @property
-    def kv_sharding(self) -> NamedSharding:
-        return NamedSharding(self.mesh, KV_CACHE_SPEC)
-
     def make_state(self) -> BatchState:
         """A batch without requests."""
         return empty_state(
             *(self.config.max_num_seqs, self.max_model_len, len(self.layout.groups)),
             *(self.config.block_size, MAX_STOP_TOKEN_IDS),
-            rules_size=rules_layout(self.model_config.vocab_size).size,
-            hidden=jnp.zeros((self.config.max_num_batched_tokens, self.model_config.hidden_size), self.dtype),
-            drafts=self.config.max_drafts > 0,
+            rules_size=rules_layout(self.model.vocab_size).size,
+            drafts=self.proposer is not None,
         )
 
     def make_kv_cache(self) -> KVCache:
         """A cache that holds nothing."""
-        return empty_kv_cache(self.layout, self.num_blocks, self.dtype)
+        return empty_kv_cache(self.layout, self.num_blocks, self.model.dtype)
 
-    def make_logits(self) -> dict[int, jax.Array]:
-        """Room for the logits of steps: see `DeviceShapes.logits`."""
-        numbers = sorted({self.program_config.num_logits(bucket) for bucket in self.buckets})
-        return {number: jnp.zeros((number, self.model_config.vocab_size), jnp.float32) for number in numbers}
+    def make_hidden(self) -> dict[str, jax.Array]:
+        """Room for the hidden states of a step's tokens: the last ones, and what a proposer reads besides."""
+        most = self.config.max_num_batched_tokens
+        extras = () if self.proposer is None else self.proposer.extras
+        return {name: jnp.zeros((most, self.model.embed_size), self.model.dtype) for name in ("last", *extras)}
+
+    def _maker_of_logits(self, number: int) -> Callable[[], jax.Array]:
+        return lambda: jnp.zeros((number, self.model.vocab_size), jnp.float32)
 
     @cached_property
-    def shapes(self) -> DeviceShapes:
-        """Of weights, cache, batch and logits, and where they lie."""
-        return DeviceShapes(
-            param_shapes(self.specs, self.dtype, self.mesh),
-            _placed(self.make_kv_cache, self.kv_sharding),
-            _placed(self.make_state, self.replicated),
-            _placed(self.make_logits, logits_sharding(self.mesh, self.model_config.vocab_size)),
-        )
+    def shapes(self) -> dict[Any, Any]:
+        """Of every piece on the devices, as `ShapeDtypeStruct`s with where they lie: programs compile before there is
+        any of it.
+        """
+        logits = logits_sharding(self.mesh, self.model.vocab_size, self.model.heads_axis)
+        placed = {"kv_cache": NamedSharding(self.mesh, kv_cache_spec(self.model.heads_axis))}
+        shapes = {"params": self.model.param_shapes}
+        for piece, make in self.makers.items():
+            lies = logits if isinstance(piece, tuple) else placed.get(piece, self.replicated)
+            shapes[piece] = _placed(make, lies)
+        return shapes
 
     @property
     def kept_bytes(self) -> int:
         """What weights, cache, batch and logits take of each device."""
-        shapes = self.shapes
-        return bytes_per_device((shapes.params, shapes.kv_cache, shapes.state, shapes.logits))
+        return bytes_per_device(list(self.shapes.values()))
 
 
-def plan_engine(
-    config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, free_bytes: Callable[[Mesh], int]
-) -> EnginePlan:
+def plan_engine(config: EngineConfig, model: ServedModel, free_bytes: Callable[[Mesh], int]) -> EnginePlan:
     """Settle what depends on the model and on the devices; `free_bytes` tells what each of them has for both.
 
-    Raises `ModelLoadError` or `ConfigError`.
+    Raises `ConfigError`.
     """
-    try:
-        model, model_config = resolve_model(checkpoint)
-    except UnsupportedModelError as error:
-        raise ModelLoadError(f"{checkpoint.path}: {error}") from error
-    processors = load_processors(config.logits_processors, model_config.vocab_size)
-    model_config = divide_model(model_config, mesh.size)
+    processors = load_processors(config.logits_processors, model.vocab_size)
+    proposer = load_proposer(config.speculative_config)
+    mesh = model.mesh
     platform = mesh.devices.flat[0].platform
     config = resolve_sizes(config, platform)
-    dtype = resolve_dtype(config.dtype, platform)
-    specs = model.param_specs(model_config)
-    layout = plan_layout(model.kv_specs(model_config), config.block_size)
-    wanted_len = resolve_max_model_len(config, model_config.max_position_embeddings)
-    it = EnginePlan(config, mesh, model, model_config, dtype, specs, layout, 0, wanted_len, processors)
+    layout = plan_layout(
+        *(model.states, config.block_size),
+        kv_itemsize=model.dtype.itemsize,
+        num_shards=model.num_shards,
+        axis_sizes=mesh.shape,
+    )
+    wanted_len = resolve_max_model_len(config, model.max_model_len)
+    it = EnginePlan(config, model, layout, 0, wanted_len, processors, proposer)
     num_blocks = config.num_blocks or _num_blocks_for(it, free_bytes(mesh))
     if num_blocks > max_blocks(layout):
         raise ConfigError(
@@ -158,14 +175,14 @@ def plan_engine(
 
 def _num_blocks_for(it: EnginePlan, free: int) -> int:
     """As many as `free` bytes of each device hold beside all else."""
-    config, num_devices, platform = it.config, it.mesh.size, it.mesh.devices.flat[0].platform
-    memory = Memory(free, bytes_per_device(param_shapes(it.specs, it.dtype, it.mesh)))
+    config, model, platform = it.config, it.model, it.mesh.devices.flat[0].platform
+    memory = Memory(free, bytes_per_device(model.param_shapes))
     if platform != "cpu":
-        batch = bytes_per_device(_placed(it.make_state, it.replicated))
-        programs = program_bytes(config, it.model_config, it.layout, it.dtype, num_devices, batch)
-        logits = bytes_per_device(_placed(it.make_logits, logits_sharding(it.mesh, it.model_config.vocab_size)))
+        batch = bytes_per_device([it.shapes["state"], it.shapes["hidden"]])
+        logits = bytes_per_device([shape for piece, shape in it.shapes.items() if isinstance(piece, tuple)])
+        programs = program_bytes(config, model, it.layout, batch)
         memory = dataclasses.replace(memory, batch=batch + logits, programs=programs, share=share_of(it.mesh))
-    of_a_block = block_bytes(it.layout, it.dtype, num_devices)
+    of_a_block = block_bytes(it.layout, model.dtype.itemsize, model.num_shards)
     return resolve_num_blocks(config, it.layout, it.max_model_len, memory, of_a_block=of_a_block, platform=platform)
 
 

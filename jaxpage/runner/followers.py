@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import msgspec
@@ -30,14 +30,21 @@ class Launch(msgspec.Struct, frozen=True, array_like=True):
     """What `DeviceBatch.run` takes, or one of "sleep" and "wake_up"."""
 
     program: str
-    told: bytes = b""
-    """int32, packed."""
-    shape: tuple[int, ...] = ()
-    variant: tuple[int, ...] = ()
+    packed: bytes = b""
+    """int32, of `shape`."""
+    shape: tuple[int, ...] | None = None
+    """None without an input."""
+    variant: Any = None
+
+    @classmethod
+    def of(cls, program: str, told: np.ndarray | None, variant: Any) -> "Launch":
+        """How a program is run, as a message."""
+        variant = msgspec.to_builtins(variant)
+        return cls(program, b"", None, variant) if told is None else cls(program, told.tobytes(), told.shape, variant)
 
     @property
-    def packed(self) -> np.ndarray:
-        return np.frombuffer(self.told, np.int32).reshape(self.shape)
+    def told(self) -> np.ndarray | None:
+        return None if self.shape is None else np.frombuffer(self.packed, np.int32).reshape(self.shape)
 
 
 class Followers:
@@ -70,10 +77,6 @@ class Followers:
         message = msgspec.msgpack.encode(launch)
         for name in self._names:
             self._socket.send_multipart([name, message])
-
-    def run(self, program: str, packed: np.ndarray, variant: tuple[int, ...]) -> None:
-        """What the leader runs."""
-        self.send(Launch(program, packed.tobytes(), packed.shape, variant))
 
 
 class Leader:

@@ -28,6 +28,8 @@ import jaxpage.ops
 import jaxpage.runner
 import jaxpage.speculative
 from jaxpage.errors import ConfigError
+from jaxpage.runner.engine_plan import EnginePlan
+from jaxpage.runner.programs.program import Program, arguments, compile_program
 
 logger = logging.getLogger(__name__)
 
@@ -57,41 +59,42 @@ class ProgramCache:
         self.stats = CompileStats()
 
     def get(
-        self, name: str, config: object, args: Any, compile_program: Callable[[], jax.stages.Compiled]
+        self, program: Program[Any], plan: EnginePlan, variant: Any, when_traced: Callable[[], None] = lambda: None
     ) -> jax.stages.Compiled:
-        """The program `name` for `config` (anything whose repr says all) and arguments shaped like `args`.
+        """A program for the devices of a plan; `when_traced` is called once no more Python runs for it.
 
         What was compiled is kept at the next `save`: half a second for a large one, which serving need not wait for.
         Raises `ConfigError` for one that would have to be compiled and may not.
         """
         started = time.perf_counter()
-        path = self._path_of(name, config, args)
-        program = self._load(path)
-        loaded = program is not None
-        if program is None:
+        path = self._path_of(program, plan, variant)
+        compiled = self._load(path)
+        loaded = compiled is not None
+        if compiled is None:
             if not self._compiles:
                 raise ConfigError(
-                    f"{self._folder} holds no program {name!r} for {config} that can be loaded: compile it again with "
-                    "the options that it is served with"
+                    f"{self._folder} holds no program {program.title(variant)!r} for {plan.program_config} that can be "
+                    "loaded: compile it again with the options that it is served with"
                 )
-            program = compile_program()
+            compiled = compile_program(program, plan, variant, when_traced)
         seconds = time.perf_counter() - started
         with self._lock:
             if not loaded:
-                self._unsaved.append((path, program))
+                self._unsaved.append((path, compiled))
             self.stats.num_programs += 1
             self.stats.num_loaded += loaded
             self.stats.seconds += seconds
-        logger.debug("%s %s in %.2f s", "loaded" if loaded else "compiled", name, seconds)
-        return program
+        logger.debug("%s %s in %.2f s", "loaded" if loaded else "compiled", program.title(variant), seconds)
+        return compiled
 
-    def has(self, name: str, config: object, args: Any) -> bool:
+    def has(self, program: Program[Any], plan: EnginePlan, variant: Any) -> bool:
         """Whether `get` need not compile it, if its file is sound."""
-        return self._path_of(name, config, args).exists()
+        return self._path_of(program, plan, variant).exists()
 
-    def _path_of(self, name: str, config: object, args: Any) -> Path:
-        shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype), _spec_of(leaf)), args)
-        parts = (name, repr(config), repr(shapes), repr(self._environment))
+    def _path_of(self, program: Program[Any], plan: EnginePlan, variant: Any) -> Path:
+        involved = arguments(program, plan, variant), program.other_shapes(plan, variant)
+        shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype), _spec_of(leaf)), involved)
+        parts = (program.name, repr(plan.program_config), repr(variant), repr(shapes), repr(self._environment))
         return self._folder / (hashlib.sha256("\n".join(parts).encode()).hexdigest() + ".program")
 
     def save(self) -> None:

@@ -1,18 +1,20 @@
 """Options that depend on the model or the device, resolved once; every choice is logged with its reason."""
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxpage.config import MAX_STEPS_IN_FLIGHT, EngineConfig, SizedConfig
 from jaxpage.errors import ConfigError
-from jaxpage.kv_cache.spec import num_blocks_for
-from jaxpage.models.families.hf_config import ModelConfig
+from jaxpage.kv_cache.spec import block_bytes, num_blocks_for
+from jaxpage.models.served_model import ServedModel
 from jaxpage.ops.attention.launch import MAX_SPLIT_BLOCK_M, PROGRAMS_PER_SM
-from jaxpage.ops.kv_spec import KVLayout
-from jaxpage.runner.scoring import NUM_SCORED_TOKENS
+from jaxpage.ops.state_spec import KVLayout
+from jaxpage.runner.program_config import NUM_SCORED_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +76,6 @@ class Memory:
         return f"{self.free / 2**30:.2f} GiB{self.share and f' ({self.share})'} but for {parts}"
 
 
-def block_bytes(layout: KVLayout, dtype: np.dtype[Any], num_devices: int) -> int:
-    """What a block takes of each device, in all layers."""
-    page = layout.groups[0]
-    return layout.num_buffers * page.block_size * page.spec.token_elements * dtype.itemsize // num_devices
-
-
 def resolve_num_blocks(
     config: SizedConfig, layout: KVLayout, max_model_len: int, memory: Memory, *, of_a_block: int, platform: str
 ) -> int:
@@ -108,26 +104,22 @@ def resolve_num_blocks(
 
 def max_blocks(layout: KVLayout) -> int:
     """Most blocks of a pool: positions in it are counted in 32 bits."""
-    return _MAX_SLOTS // max(group.block_size for group in layout.groups)
+    return _MAX_SLOTS // layout.grain
 
 
-def program_bytes(
-    config: SizedConfig, model: ModelConfig, layout: KVLayout, dtype: np.dtype[Any], num_devices: int, batch_bytes: int
-) -> int:
+def program_bytes(config: SizedConfig, model: ServedModel, layout: KVLayout, batch_bytes: int) -> int:
     """What programs take of each GPU at most, beside what they are given: scratch, results, and what compiling takes.
 
     A program's scratch is given back before the next begins, so that the largest counts.
     """
     logits = config.max_num_seqs * (1 + config.max_drafts) * model.vocab_size * 4
     # XLA tries out matrix products when it compiles on a GPU, with operands of its own, a program or two at a time.
-    operand = max(model.vocab_size, 2 * model.intermediate_size) * model.hidden_size * dtype.itemsize // num_devices
-    scratch = scratch_bytes(config, model, layout, dtype, num_devices, batch_bytes)
+    operand = max(_shard_bytes(leaf) for leaf in jax.tree.leaves(model.param_shapes))
+    scratch = scratch_bytes(config, model, layout, batch_bytes)
     return scratch + (MAX_STEPS_IN_FLIGHT + 1) * logits + 2 * operand + _SPARE_BYTES
 
 
-def scratch_bytes(
-    config: SizedConfig, model: ModelConfig, layout: KVLayout, dtype: np.dtype[Any], num_devices: int, batch_bytes: int
-) -> int:
+def scratch_bytes(config: SizedConfig, model: ServedModel, layout: KVLayout, batch_bytes: int) -> int:
     """An upper bound of any program's scratch on each GPU, from shapes. batch_bytes: of the batch's state.
 
     The pool's size is part of a program, and must be known before any is compiled. That compiled ones stay below is a
@@ -135,19 +127,32 @@ def scratch_bytes(
     """
     tokens, rows, vocab = config.max_num_batched_tokens, config.max_num_seqs, model.vocab_size
     logits = rows * (1 + config.max_drafts) * vocab * 4
-    divided = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim + 2 * model.intermediate_size
-    activations = tokens * (5 * model.hidden_size + divided // num_devices) * dtype.itemsize
+    activations = tokens * (5 * model.embed_size + sum(_widest_products(model))) * model.dtype.itemsize
     # Of attention that is split over the KV, each part of a block leaves sums, their weights and their highest scores.
-    blocks = (
-        max(rows, _SPLIT_TOKENS) * (model.num_heads // num_devices) + PROGRAMS_PER_SM * _MOST_SMS * MAX_SPLIT_BLOCK_M
-    )
-    parts = blocks * (model.head_dim + 2) * 4
+    kept = [group.spec for group in layout.groups]
+    num_heads = max((spec.num_query_heads for spec in kept), default=0) // model.num_shards
+    head_dim = max((spec.head_dim for spec in kept), default=0)
+    blocks = max(rows, _SPLIT_TOKENS) * num_heads + PROGRAMS_PER_SM * _MOST_SMS * MAX_SPLIT_BLOCK_M
+    parts = blocks * (head_dim + 2) * 4
     return max(
         activations + parts,
         (6 if config.logits_processors else 4) * logits + rows * _DRAW_BYTES,  # several devices gather them, too
         2 * NUM_SCORED_TOKENS * vocab * 4,
-        rows * len(layout.groups) * block_bytes(layout, dtype, num_devices) + batch_bytes,  # a fork of every row
+        rows * len(layout.groups) * block_bytes(layout, model.dtype.itemsize, model.num_shards)
+        + batch_bytes,  # all rows fork
     )
+
+
+def _widest_products(model: ServedModel) -> list[int]:
+    """Numbers per token that the two widest products of a layer give on each device: its projection and its MLP."""
+    matrices = [leaf for leaf in jax.tree.leaves(model.param_shapes) if len(leaf.shape) > 1]
+    of_layers = [leaf for leaf in matrices if math.prod(leaf.shape[:-1]) != model.vocab_size]
+    return sorted({math.prod(leaf.sharding.shard_shape(leaf.shape)[:-1]) for leaf in of_layers})[-2:]
+
+
+def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    assert leaf.sharding is not None
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 _MOST_SMS = 160

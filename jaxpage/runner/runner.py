@@ -13,28 +13,37 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 
-from jaxpage.aot.artifact import adopt_options, check_model
+from jaxpage.aot.artifact import check_model
 from jaxpage.config import EngineConfig
 from jaxpage.engine.loops import Results
 from jaxpage.errors import RequestError
-from jaxpage.models.checkpoints.checkpoint import Checkpoint
 from jaxpage.models.checkpoints.packaged import cache_dir
-from jaxpage.requests.request import Request
+from jaxpage.models.served_model import ServedModel
+from jaxpage.requests.request import Request, SamplerKind
+from jaxpage.runner.buckets import Bucket, choose_bucket
 from jaxpage.runner.compile_watch import num_compiles
 from jaxpage.runner.compiler import ProgramCompiler
 from jaxpage.runner.device_batch import DeviceBatch
-from jaxpage.runner.devices import free_bytes, join_processes, make_mesh, send_back
-from jaxpage.runner.draw import StepResult
+from jaxpage.runner.devices import free_bytes, send_back
 from jaxpage.runner.engine_plan import plan_engine
 from jaxpage.runner.followers import Followers, Launch, Leader, join_leader_or_followers
-from jaxpage.runner.plan import NO_EDITS, NUM_EDITS, pack_admission, pack_edits, pack_forks, pack_redraws, pack_rules
-from jaxpage.runner.pooling import Pools, dispatch_pools, fetch_pools
 from jaxpage.runner.program_cache import ProgramCache
-from jaxpage.runner.scoring import Scores, dispatch_scores, fetch_scores, host_logprobs
+from jaxpage.runner.programs.admit import ADMIT, pack_admission
+from jaxpage.runner.programs.edit import EDIT, MANY_EDITS, NUM_EDITS, pack_edits
+from jaxpage.runner.programs.fork import FORK, pack_forks
+from jaxpage.runner.programs.pool import POOL, Pools, dispatch_pools, fetch_pools
+from jaxpage.runner.programs.propose import PROPOSE
+from jaxpage.runner.programs.registry import PROGRAMS
+from jaxpage.runner.programs.rules import RULES, pack_rules
+from jaxpage.runner.programs.sample import SAMPLE, StepResult, pack_redraws
+from jaxpage.runner.programs.score import SCORE, SCORE_ROWS, Scores, dispatch_scores, fetch_scores, host_logprobs
+from jaxpage.runner.programs.step import STEP
+from jaxpage.runner.state import rules_layout
 from jaxpage.runner.step_table import Ints, StepTable
-from jaxpage.scheduler.scheduler import PromptPiece, SchedulerOutput
+from jaxpage.scheduler.step_plan import PromptPiece, SchedulerOutput
 from jaxpage.wire import TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -47,8 +56,7 @@ class DispatchedStep:
     """A step that runs on the device; its tokens are on their way to the host."""
 
     result: StepResult
-    num_places: int
-    """Rows of its bucket."""
+    bucket: Bucket
     places: Ints
     """Where the results of each scheduled request stand."""
     requests: list[Request]
@@ -66,60 +74,44 @@ class Runner:
     """One model on its devices. Not thread-safe: one thread dispatches."""
 
     def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, progress: Callable[[int, int], None] = lambda *_: None
+        self, config: EngineConfig, model: ServedModel, progress: Callable[[int, int], None] = lambda *_: None
     ) -> None:
         """Loads the weights while the first programs compile; `warm_up` must follow.
 
         `progress(done, total)` counts programs. Raises `ModelLoadError` or `ConfigError`.
         """
-        join_processes(config)
-        mesh = make_mesh(config)
         self._others = join_leader_or_followers(config)
-        device = mesh.local_devices[0]
+        device = model.mesh.local_devices[0]
         if device.platform == "cpu":
             _keep_freed_memory()
-        if config.programs is not None:
-            config = adopt_options(config, mesh)
-        engine_plan = plan_engine(config, checkpoint, mesh, free_bytes)
+        self.plan = plan = plan_engine(config, model, free_bytes)
         folder = Path(config.compile_cache_dir) if config.compile_cache_dir else cache_dir() / "programs"
         if config.programs is not None:
             folder = Path(config.programs)
-            check_model(config.programs, engine_plan)
-        self.engine_plan = engine_plan
-        self.model_config = engine_plan.model_config
-        self.processors = engine_plan.processors
-        self.layout = engine_plan.layout
-        self.num_blocks = engine_plan.num_blocks
-        self.max_model_len = engine_plan.max_model_len
+            check_model(config.programs, plan)
         # Other processes must have what this one runs, and what an artifact lacks must be told before serving.
         self._background = config.background_compile and config.num_processes == 1 and config.programs is None
         self._rehearses = device.platform != "cpu"
         self._strict = config.strict_shapes
         self._num_recompiles = 0
-        self._store = ProgramCache(folder, mesh, compiles=config.programs is None)
-        self._programs = ProgramCompiler(
-            self._store,
-            engine_plan.program_config,
-            engine_plan.shapes,
-            engine_plan.buckets,
-            engine_plan.makers,
-            progress,
-        )
+        self._cache = ProgramCache(folder, model.mesh, compiles=config.programs is None)
+        self._programs = ProgramCompiler(self._cache, plan, progress)
         self._programs.wait_traced()
         try:
-            self._batch = DeviceBatch(engine_plan, checkpoint, self._programs)
+            self._batch = DeviceBatch(plan, self._programs)
         except BaseException:
             self._programs.give_up()
             raise
-        state = self._batch.state
-        self._num_rows = state.num_rows
-        self._speculates = state.drafts is not None
-        self._table = StepTable(state.num_rows, len(self.layout.groups), state.block_tables.shape[2])
+        self._num_rows = plan.config.max_num_seqs
+        self._rules_layout = rules_layout(model.vocab_size)
+        self._proposes = bool(PROPOSE.variants(plan))
+        table_width = plan.shapes["state"].block_tables.shape[2]
+        self._table = StepTable(self._num_rows, len(plan.layout.groups), table_width)
 
     @property
     def stats(self) -> dict[str, float]:
         """Programs made ready so far, how many of them came from disk, the seconds it took; compiles while serving."""
-        stats = self._store.stats
+        stats = self._cache.stats
         return {
             "num_programs": stats.num_programs,
             "num_programs_wanted": self._programs.num_wanted,
@@ -131,7 +123,7 @@ class Runner:
     @property
     def token_budget(self) -> int:
         """Most tokens that a step may carry now: less than there will be while programs still compile."""
-        return self._programs.token_budget
+        return max(bucket.num_tokens for bucket in self._programs.ready(STEP) if bucket.takes_any_query)
 
     def warm_up(self) -> None:
         """Return when every step of `token_budget` tokens can run; with `background_compile`, the rest follow.
@@ -162,9 +154,8 @@ class Runner:
     def _clear_places(self) -> None:
         """Let the next step have no rows."""
         edits, _ = self._table.advance(SchedulerOutput([], [], [], [], [], [], []))
-        capacity = self._programs.edit_capacity
-        for first in range(0, edits.shape[1], capacity):
-            self._run("edit", pack_edits(edits[:, first : first + capacity], capacity))
+        for first in range(0, edits.shape[1], MANY_EDITS):
+            self._run(EDIT.name, pack_edits(edits[:, first : first + MANY_EDITS], MANY_EDITS))
 
     def _rehearse(self) -> None:
         """Run every program that is ready twice, in every process, with nothing in it, and wait for all.
@@ -174,9 +165,10 @@ class Runner:
         is served.
         """
         started = time.perf_counter()
-        launches = list(self._programs.rehearsal())
-        given = [self._run(*launch) for launch in (*launches, *launches)]
-        jax.block_until_ready((given, self._batch.state))
+        ready = list(self._programs.rehearsal())
+        given = [self._run(name, None, variant) for name, variant in (*ready, *ready)]
+        jax.block_until_ready(given)
+        self._batch.wait()
         seconds = time.perf_counter() - started
         logger.info("%d runs of programs with nothing in them took %.1f s", len(given), seconds)
 
@@ -189,8 +181,9 @@ class Runner:
                     self._batch.sleep(offload_weights=False)
                 case "wake_up":
                     self._batch.wake_up()
-                case program:
-                    self._batch.run(program, launch.packed, launch.variant)
+                case name:
+                    variant = msgspec.convert(launch.variant, PROGRAMS[name].variant_type)
+                    self._batch.run(name, launch.told, variant)
 
     @property
     def is_sleeping(self) -> bool:
@@ -238,35 +231,36 @@ class Runner:
 
     def dispatch(self, output: SchedulerOutput) -> DispatchedStep:
         """Send a step to the device and return at once."""
-        run, programs = self._run, self._programs
+        run, plan, programs = self._run, self.plan, self._programs
         if output.row_forks or output.block_copies:
-            run("fork", pack_forks(output, self._num_rows, len(self.layout.groups)))
+            run(FORK.name, pack_forks(output, self._num_rows, len(plan.layout.groups)))
         for admitted in output.admitted:
-            capacity = programs.capacity(len(admitted.token_ids))
-            run("admit", pack_admission(admitted, capacity, self.layout, drafts=self._speculates), (capacity,))
+            capacity = ADMIT.choose(programs.ready(ADMIT), len(admitted.token_ids))
+            drafts = plan.proposer is not None
+            run(ADMIT.name, pack_admission(admitted, capacity, plan.layout, drafts=drafts), capacity)
             if admitted.request.has_rules:
-                run("rules", pack_rules(admitted.row, admitted.request, self.model_config.vocab_size))
+                run(RULES.name, pack_rules(admitted.row, admitted.request, self._rules_layout))
         edits, places = self._table.advance(output)
         while edits.shape[1] > NUM_EDITS:
-            edits, ahead = edits[:, programs.edit_capacity :], edits[:, : programs.edit_capacity]
-            run("edit", pack_edits(ahead, programs.edit_capacity))
+            edits, ahead = edits[:, MANY_EDITS:], edits[:, :MANY_EDITS]
+            run(EDIT.name, pack_edits(ahead, MANY_EDITS))
         requests, wants_logprobs = output.requests, output.wants_logprobs
-        bucket = programs.bucket(output.num_tokens, len(output.rows), max(output.query_lens))
-        packed = pack_edits(edits, NUM_EDITS) if edits.size else NO_EDITS
-        result = run("step", packed, (*dataclasses.astuple(bucket), output.sampler_kind))
+        bucket = choose_bucket(programs.ready(STEP), output.num_tokens, len(output.rows), max(output.query_lens))
+        run(STEP.name, pack_edits(edits, NUM_EDITS) if edits.size else None, bucket)
+        result = self._sample(bucket, output.sampler_kind, None)
         _send_back(result, wants_logprobs)
         scores = None
         if any(map(_WANTS_SCORES, requests)):
             scores = dispatch_scores(
                 output,
                 self._table.first_tokens(places),
-                score=partial(run, "score"),
-                score_rows=partial(run, "score_rows"),
+                score=partial(run, SCORE.name),
+                score_rows=partial(run, SCORE_ROWS.name),
             )
         pools = None
         if any(map(_POOLING, requests)):
-            pools = dispatch_pools(output, self._table.first_tokens(places), partial(run, "pool"))
-        return DispatchedStep(result, bucket.num_rows, places, requests, wants_logprobs, scores, pools)
+            pools = dispatch_pools(output, self._table.first_tokens(places), partial(run, POOL.name))
+        return DispatchedStep(result, bucket, places, requests, wants_logprobs, scores, pools)
 
     def draw_again(self, step: DispatchedStep, masks: dict[int, np.ndarray | None]) -> DispatchedStep:
         """Draw again for some requests of the newest step, each by its mask, or undo the draw without one.
@@ -274,10 +268,9 @@ class Runner:
         masks: by the request's index in the step, [ceil(vocab / 32)] int32. Returns the step at once.
         """
         places = {index: int(step.places[index]) for index in masks}
-        packed = pack_redraws(
-            {places[index]: mask for index, mask in masks.items()}, step.num_places, self.model_config.vocab_size
-        )
-        result = self._run("redraw", packed)
+        by_place = {places[index]: mask for index, mask in masks.items()}
+        packed = pack_redraws(by_place, step.bucket.num_rows, self.plan.model.vocab_size)
+        result = self._sample(step.bucket, SamplerKind.ANY, packed)
         _send_back(result, step.wants_logprobs)
         return dataclasses.replace(step, redrawn=(places, result))
 
@@ -285,11 +278,19 @@ class Runner:
         """Whether the device has run a step."""
         return step.result.tokens.is_ready()  # type: ignore[attr-defined]
 
-    def _run(self, program: str, packed: np.ndarray, variant: tuple[int, ...] = ()) -> Any:
+    def _sample(self, bucket: Bucket, kind: SamplerKind, told: np.ndarray | None) -> StepResult:
+        """Draw behind the newest step, which ran in `bucket`, and propose drafts behind that."""
+        result: StepResult = self._run(SAMPLE.name, told, SAMPLE.behind(self.plan, bucket, kind))
+        if self._proposes:
+            num_drafts = self._run(PROPOSE.name, None, bucket.num_rows)
+            result = dataclasses.replace(result, num_drafts=num_drafts)
+        return result
+
+    def _run(self, name: str, told: np.ndarray | None, variant: Any = None) -> Any:
         """`DeviceBatch.run`, in every process."""
         if isinstance(self._others, Followers):
-            self._others.run(program, packed, variant)
-        return self._batch.run(program, packed, variant)
+            self._others.send(Launch.of(name, told, variant))
+        return self._batch.run(name, told, variant)
 
     def fetch(self, step: DispatchedStep) -> Results:
         """Wait for a step's results, one per scheduled request: its tokens, none where its prompt goes on; what it

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpage.ops.attention.paged import KVCache
-from jaxpage.ops.kv_spec import KVLayout
 from jaxpage.ops.running_sum import running_sum
+from jaxpage.ops.sampling.token_rules import RulesLayout
+from jaxpage.ops.state_spec import KVLayout
+from jaxpage.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from jaxpage.speculative.drafts import DraftState, empty_drafts
 
 
@@ -67,7 +69,6 @@ class BatchState:
     has_rules: jax.Array  # [rows] bool, whether `rules` holds what its request says
     own_processors: jax.Array  # [rows] int32, bit i is set where the request asks for the engine's i-th processor
     rules: jax.Array  # [rows, size of `RulesLayout`] int32
-    hidden: jax.Array  # [most tokens of a step, embed], of the last step's tokens, as the output head takes them
     drafts: DraftState | None  # None in an engine that does not speculate
 
     @property
@@ -92,10 +93,9 @@ def empty_state(
     max_stop_token_ids: int,
     *,
     rules_size: int,
-    hidden: jax.Array,
     drafts: bool = False,
 ) -> BatchState:
-    """A batch without requests. `hidden` is taken as it is."""
+    """A batch without requests."""
 
     def ints() -> jax.Array:  # every field has an array of its own: all are donated
         return jnp.zeros(num_rows, jnp.int32)
@@ -124,16 +124,20 @@ def empty_state(
         has_rules=jnp.zeros(num_rows, bool),
         own_processors=ints(),
         rules=jnp.zeros((num_rows, rules_size), jnp.int32),
-        hidden=hidden,
         drafts=empty_drafts(num_rows) if drafts else None,
     )
 
 
 def empty_kv_cache(layout: KVLayout, num_blocks: int, dtype: np.dtype[Any]) -> KVCache:
     """A cache that holds nothing, of `num_blocks` pages in each array."""
-    owner = {buffer: layout.groups[group] for group, buffer in reversed(layout.layers)}
+    owner = {buffer: layout.groups[group] for group, buffer in reversed(layout.paged_places)}
     shapes = [
         (num_blocks, 2, owner[i].block_size, owner[i].spec.num_kv_heads, owner[i].spec.head_dim)
         for i in range(layout.num_buffers)
     ]
     return KVCache([jnp.zeros(shape, dtype) for shape in shapes], layout)
+
+
+def rules_layout(vocab_size: int) -> RulesLayout:
+    """How the rules of a request about single tokens are packed: with room for all that it may have."""
+    return RulesLayout(vocab_size, MAX_LOGIT_BIAS, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)

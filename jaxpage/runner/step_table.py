@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpage.scheduler.scheduler import SchedulerOutput
+from jaxpage.scheduler.step_plan import SchedulerOutput
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 _NOTHING: Ints = np.zeros(0, np.int32)

@@ -7,97 +7,23 @@ scheduled before the tokens of the last one are known: they are in flight, and c
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
-
-import numpy as np
 
 from jaxpage.kv_cache.manager import BlockCopy, KVCacheManager, NewBlocks
-from jaxpage.requests.request import Request, RequestStatus, SamplerKind
+from jaxpage.requests.request import Request, RequestStatus
 from jaxpage.requests.request_group import RequestGroup
 from jaxpage.scheduler.policies import FirstComeFirstServed, Policy
+from jaxpage.scheduler.state_saves import StateSaves
+from jaxpage.scheduler.step_plan import (
+    AdmittedRequest,
+    PooledStates,
+    PromptLogprobs,
+    PromptPiece,
+    RowFork,
+    SchedulerOutput,
+    StateLoad,
+)
 from jaxpage.speculative.acceptance import Acceptance
 from jaxpage.wire import SequenceOutput, TokenLogprobs, TokenOutput
-
-
-@dataclass(frozen=True, slots=True)
-class AdmittedRequest:
-    """A request that gets a row in this step, in full. A resumed one carries its output as known tokens."""
-
-    row: int
-    request: Request
-    token_ids: list[int]
-    num_computed_tokens: int
-    block_tables: list[list[int]]
-    """Per KV group, this step's blocks included."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowFork:
-    """A row that goes on as a copy of another one, whose last token is replaced."""
-
-    source: int
-    target: int
-    token_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probabilities of a piece of a prompt."""
-
-    first: int
-    """The position behind which they begin."""
-    logprobs: list[TokenLogprobs]
-
-
-@dataclass(frozen=True, slots=True)
-class PooledStates:
-    """The sum of the final hidden states of a piece of a prompt."""
-
-    first: int
-    """The position where it begins."""
-    total: np.ndarray  # [embed] float32
-
-
-_SAMPLER_KIND = attrgetter("sampler_kind")
-PromptPiece = PromptLogprobs | PooledStates
-"""What a step gives a request of its prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """One step: what changed since the last one, and how many tokens each row computes.
-
-    Row forks come first and all read the rows as the last step left them; then block copies, admissions, the step.
-    """
-
-    row_forks: list[RowFork]
-    block_copies: list[BlockCopy]
-    admitted: list[AdmittedRequest]
-    requests: list[Request]
-    """Scheduled requests, in the order of the step's tokens."""
-    rows: list[int]
-    """Their rows."""
-    query_lens: list[int]
-    """Their tokens in this step, each at least 1; of those that are speculated on, the most that there can be."""
-    new_blocks: list[tuple[int, int, int, int]]
-    """(row, KV group, index in its block table, block id) of rows that were admitted earlier."""
-    num_drafts: dict[str, int] = field(default_factory=dict)
-    """How many of their tokens are drafts, by request id; without those that have none."""
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.query_lens)
-
-    @property
-    def sampler_kind(self) -> SamplerKind:
-        """What it takes to draw for all of the scheduled requests."""
-        return max(map(_SAMPLER_KIND, self.requests), default=SamplerKind.GREEDY)
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether any of the scheduled requests asks for log-probabilities."""
-        return self.sampler_kind is SamplerKind.ANY and any(request.num_logprobs >= 0 for request in self.requests)
 
 
 class Scheduler:
@@ -130,6 +56,9 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._row_forks: list[RowFork] = []
         self._block_copies: list[BlockCopy] = []
+        self._state_saves = StateSaves(kv_cache) if kv_cache.layout.recurrent else None
+        self._last_requests: list[Request] = []
+        """What the newest step computes."""
 
     @property
     def has_requests(self) -> bool:
@@ -184,6 +113,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Spend the token budget: running requests first, then waiting ones, unless somebody had to be preempted."""
         step = _Step(self.token_budget)
+        if self._state_saves is not None:
+            self._state_saves.plan(self._last_requests)
+            self._last_requests = step.requests
         preempted = self._schedule_running(step)
         block_size = self.kv_cache.block_size
         for request, query_len in zip(step.requests, step.query_lens, strict=True):
@@ -195,9 +127,10 @@ class Scheduler:
         row_forks, self._row_forks = self._row_forks, []
         block_copies, self._block_copies = self._block_copies, []
         rows = [request.row for request in step.requests]
+        saves = self._state_saves.take(step.loads) if self._state_saves is not None and rows else []
         return SchedulerOutput(
             *(row_forks, block_copies, step.admitted, step.requests, rows),
-            *(step.query_lens, step.new_blocks, step.num_drafts),
+            *(step.query_lens, step.new_blocks, step.num_drafts, saves, step.loads),
         )
 
     def update(
@@ -286,6 +219,8 @@ class Scheduler:
             num_new = len(request.token_ids) + request.num_in_flight - num_computed
             if num_new > 1:
                 num_new = min(num_new, self._chunk, step.budget)
+                if self._state_saves is not None:
+                    num_new = self._state_saves.cut(request, num_new)
             elif num_new == 0 or num_computed - request.num_drafts_in_flight >= request.max_computed_tokens:
                 index += 1  # it waits for the others of its group, or one whose last token is in flight
                 continue
@@ -393,6 +328,12 @@ class Scheduler:
         num_computed = request.num_computed_tokens
         request.num_drafts = 0
         num_new = min(request.num_tokens - num_computed, self._chunk, step.budget)
+        if self._state_saves is not None:
+            if num_new:
+                num_new = self._state_saves.cut(request, num_new)
+            if num_computed:
+                block_ids = self.kv_cache.checkpoint_of(request.request_id)
+                step.loads.append(StateLoad(request.row, num_computed, block_ids))
         added = self.kv_cache.grow(request.request_id, num_computed, num_computed + num_new)
         assert added is not None, "its blocks were promised"
         tables = [list(table) for table in self.kv_cache.tables(request.request_id)]
@@ -510,6 +451,7 @@ class _Step:
         self.requests: list[Request] = []
         self.query_lens: list[int] = []
         self.num_drafts: dict[str, int] = {}
+        self.loads: list[StateLoad] = []
         self.new_blocks: list[tuple[int, int, int, int]] = []
 
     def take(self, request: Request, num_tokens: int, added: Sequence[NewBlocks]) -> None:

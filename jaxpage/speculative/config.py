@@ -18,7 +18,8 @@ class SpeculativeConfig:
     """Raises `ConfigError` that names key, value and limit."""
 
     method: str
-    """ngram: what followed the last tokens where they stood before, in the same prompt and output."""
+    """ngram: what followed the last tokens where they stood before, in the same prompt and output. Or a proposer of
+    your own by its import path: see `jaxpage.speculative.proposer`."""
     num_speculative_tokens: int
     """Most drafts that are checked at a time."""
     prompt_lookup_max: int = 4
@@ -27,8 +28,11 @@ class SpeculativeConfig:
     """Fewest that make a match; at most `prompt_lookup_max`."""
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ConfigError(f"{_OPTION} has the method {self.method!r}: it must be {', '.join(METHODS)}")
+        if self.method not in METHODS and ":" not in self.method:
+            raise ConfigError(
+                f"{_OPTION} has the method {self.method!r}: it must be {', '.join(METHODS)}, or the import path of a "
+                "proposer of your own, package.module:name"
+            )
         for name, limit in (
             ("num_speculative_tokens", MAX_SPECULATIVE_TOKENS),
             ("prompt_lookup_max", MAX_LOOKUP),

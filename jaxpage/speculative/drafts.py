@@ -8,12 +8,13 @@ rejection sampling (Leviathan et al., 2023), and more than that: the tokens are 
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpage.speculative.config import SpeculativeConfig
-from jaxpage.speculative.ngram import propose
+from jaxpage.ops.attention.paged import KVCache
+from jaxpage.speculative.proposer import Proposer, Rows
 
 
 @jax.tree_util.register_dataclass
@@ -42,28 +43,32 @@ class DraftState:
 
     def propose(
         self,
-        token_ids: jax.Array,
-        rows: jax.Array,
-        num_tokens: jax.Array,
+        known: Rows,
         draws: jax.Array,
-        config: SpeculativeConfig,
-        *,
-        branch_free: bool,
+        proposer: Proposer,
+        params: Any = None,
+        kv_cache: KVCache | None = None,
+        hidden: dict[str, jax.Array] | None = None,
     ) -> tuple["DraftState", jax.Array, jax.Array]:
         """New drafts behind the tokens of the rows that have drawn: the state, `token_ids` with them, and how many.
 
-        token_ids: [batch rows, max_model_len] int32; rows, num_tokens: [rows] int32; draws: [rows] bool;
-        branch_free: see `ngram.propose`.
+        draws: [rows] bool. What the proposer reads of the model comes last.
         """
-        num_rows, places = token_ids.shape[0], jnp.arange(config.num_speculative_tokens)
+        token_ids, rows, num_tokens = known.token_ids, known.rows, known.num_tokens
+        num_rows, places = token_ids.shape[0], jnp.arange(proposer.max_drafts)
         wanted = draws & (self.draft_end[rows] > num_tokens)
-        drafts, found = propose(token_ids, rows, jnp.where(wanted, num_tokens, 0), config, branch_free=branch_free)
-        room = jnp.minimum(self.draft_end[rows] - num_tokens, config.num_speculative_tokens)
-        num_drafts = jnp.where(wanted & found, room, 0)
+        asked = dataclasses.replace(known, num_tokens=jnp.where(wanted, num_tokens, 0))
+        drafts, found = proposer.propose(asked, params, kv_cache, hidden)
+        room = jnp.minimum(self.draft_end[rows] - num_tokens, found)
+        num_drafts = jnp.where(wanted, jnp.clip(room, 0, proposer.max_drafts), 0)
         target = jnp.where(places < num_drafts[:, None], rows[:, None], num_rows)
         token_ids = token_ids.at[target, num_tokens[:, None] + places].set(drafts, mode="drop")
-        counts = self.num_drafts.at[jnp.where(draws, rows, num_rows)].set(num_drafts, mode="drop")
-        return dataclasses.replace(self, num_drafts=counts), token_ids, num_drafts
+        return self.set(rows, draws, num_drafts), token_ids, num_drafts
+
+    def set(self, rows: jax.Array, draws: jax.Array, num_drafts: jax.Array) -> "DraftState":
+        """Note how many drafts there are of the rows that have drawn. rows, num_drafts: [rows] int32."""
+        target = jnp.where(draws, rows, self.num_drafts.shape[0])
+        return dataclasses.replace(self, num_drafts=self.num_drafts.at[target].set(num_drafts, mode="drop"))
 
 
 def empty_drafts(num_rows: int) -> DraftState:

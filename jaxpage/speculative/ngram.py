@@ -4,13 +4,36 @@ Saxena, "Prompt Lookup Decoding" (2023). Of the longest matches the latest one c
 that overlaps the end is read on into its own drafts, as LZ77 does, so that a short period gives as many drafts as any.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from jaxpage.ops.attention.paged import KVCache
 from jaxpage.speculative.config import SpeculativeConfig
+from jaxpage.speculative.proposer import Rows
 
 _TILE = 512
 """Positions that are looked at together."""
+
+
+class NGram:
+    """The proposer `ngram`."""
+
+    reads_model = False
+    extras: tuple[str, ...] = ()
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self.key = str(config)
+        self.max_drafts = config.num_speculative_tokens
+        self._config = config
+
+    def propose(
+        self, rows: Rows, params: Any, kv_cache: KVCache | None, hidden: dict[str, jax.Array] | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `proposer.Proposer`."""
+        drafts, found = propose(rows.token_ids, rows.rows, rows.num_tokens, self._config, branch_free=rows.branch_free)
+        return drafts, jnp.where(found, self.max_drafts, 0)
 
 
 def propose(

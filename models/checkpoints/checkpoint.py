@@ -6,6 +6,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+Index = tuple[slice, ...]
+"""A part of a tensor: slices without steps, within its shape, over its leading axes; those left out are whole."""
+
 
 class Checkpoint(Protocol):
     """Tensors under their Hugging Face names, plus the two config files as dicts (GGUF metadata is translated)."""
@@ -20,9 +23,10 @@ class Checkpoint(Protocol):
         """Names of all tensors."""
         ...
 
-    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """One tensor, in its stored float type (quantized ones as float32).
+    def read(self, name: str, shape: tuple[int, ...], index: Index = ()) -> np.ndarray:
+        """One tensor, or the part of it at `index`, in its stored float type (quantized ones as float32).
 
-        Raises `ModelLoadError` naming tensor and file when it is missing, truncated or not of `shape`.
+        Only that part is read from the file. Raises `ModelLoadError` naming tensor and file when it is missing,
+        truncated or not of `shape`, which is the whole tensor's.
         """
         ...

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxpage.errors import ModelLoadError
+from jaxpage.models.checkpoints.checkpoint import Index
 from jaxpage.models.checkpoints.gguf_config import config_from_gguf, generation_config_from_gguf
 from jaxpage.models.checkpoints.gguf_metadata import GgufTensor, read_gguf_header
 
@@ -89,45 +90,56 @@ class GgufCheckpoint:
         """Names of all tensors, as in Hugging Face checkpoints."""
         return self._tensors.keys()
 
-    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """One tensor of `shape` (`[out, in]`), in its stored float type, quantized ones as float32.
+    def read(self, name: str, shape: tuple[int, ...], index: Index = ()) -> np.ndarray:
+        """The part at `index` of a tensor of `shape` (`[out, in]`), in its stored float type, quantized as float32.
 
-        Raises `ModelLoadError` naming tensor and file when it is missing, of another shape or of an unknown type.
+        Only the blocks that the part touches are dequantized. Raises `ModelLoadError` naming tensor and file when it
+        is missing, of another shape or of an unknown type.
         """
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelLoadError(f"{self.path} has no tensor {name}")
         if tensor.shape != shape:
             raise ModelLoadError(f"tensor {name} in {self.path} has shape {tensor.shape}, the config asks for {shape}")
-        values = self._floats(name, tensor)
+        values = self._floats(name, tensor, index)
         if self._architecture == "gemma3" and name.endswith("norm.weight"):
             # llama.cpp's files hold 1 + weight; Hugging Face models add the one themselves.
             return values.astype(np.float32) - np.float32(1)
         return values
 
-    def _floats(self, name: str, tensor: GgufTensor) -> np.ndarray:
-        """Values of `tensor.shape` in Hugging Face's row order."""
+    def _floats(self, name: str, tensor: GgufTensor, index: Index = ()) -> np.ndarray:
+        """Values of `tensor` at `index`, in Hugging Face's row order."""
         if tensor.ggml_type not in _FLOATS and tensor.ggml_type not in _QUANTIZED:
             raise ModelLoadError(
                 f"tensor {name} in {self.path} has the type {_type_name(tensor.ggml_type)}, served are: "
                 f"F32, F16, BF16, {', '.join(kind for kind, _, _ in _QUANTIZED.values())}"
             )
-        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
         stored = self._data[tensor.offset : tensor.offset + _num_bytes(tensor)].view(np.ndarray)
         if tensor.ggml_type in _FLOATS:
             values = stored.view(_FLOATS[tensor.ggml_type]).reshape(tensor.shape)
-            return self._unpermute(name, values)
-        # Whole rows move, so the order can be restored while they are still small.
-        stored = self._unpermute(name, stored.reshape(rows, -1))
-        return _dequantize(stored, tensor.ggml_type).reshape(tensor.shape)
+            return self._rows(name, values, index)
+        _, block_size, block_bytes = _QUANTIZED[tensor.ggml_type]
+        *leading, num_columns = tensor.shape
+        columns = range(num_columns)[index[-1]] if len(index) == len(tensor.shape) else range(num_columns)
+        blocks = slice(columns.start // block_size, -(-columns.stop // block_size))
+        # Whole blocks move, so they are picked and put in order while they are still small.
+        stored = stored.reshape(*leading, -1, block_bytes)
+        picked = self._rows(name, stored, (*index[: len(leading)],))[..., blocks, :]
+        values = _dequantize(picked.reshape(-1, picked.shape[-2] * block_bytes), tensor.ggml_type)
+        first = columns.start - blocks.start * block_size
+        return values.reshape(*picked.shape[:-2], values.shape[-1])[..., first : first + len(columns)]
 
-    def _unpermute(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Query and key rows `[heads * head_dim, ...]` of Llama files, from rotating neighbours to rotating halves."""
+    def _rows(self, name: str, stored: np.ndarray, index: Index) -> np.ndarray:
+        """`stored[index]`, with query and key rows `[heads * head_dim, ...]` of Llama files put in order.
+
+        llama.cpp rotates neighbours of a head, Hugging Face its halves.
+        """
         if self._architecture != "llama" or not re.search(r"\.[qk]_proj\.(weight|bias)$", name):
-            return rows
+            return stored[index]
         heads = self.config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-        pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
-        return pairs.swapaxes(1, 2).reshape(rows.shape)
+        num_rows = stored.shape[0]
+        order = np.arange(num_rows).reshape(heads, num_rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+        return stored[order[index[0]] if index else order][:, *index[1:]]
 
     def _hf_name(self, gguf_name: str) -> str:
         layer_names = _GEMMA_LAYER if self._architecture == "gemma3" else _LAYER
@@ -169,7 +181,7 @@ def _dequantize(rows: np.ndarray, ggml_type: int) -> np.ndarray:
     """`[rows, bytes]` uint8 to `[rows, columns]` float32."""
     _, block_size, block_bytes = _QUANTIZED[ggml_type]
     out = np.empty((rows.shape[0], rows.shape[1] // block_bytes * block_size), np.float32)
-    step = max(1, _CHUNK // out.shape[1])
+    step = max(1, _CHUNK // max(1, out.shape[1]))
     for start in range(0, rows.shape[0], step):
         _dequantize_chunk(rows[start : start + step], out[start : start + step], ggml_type)
     return out

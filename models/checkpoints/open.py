@@ -3,9 +3,16 @@
 from pathlib import Path
 
 from jaxpage.models.checkpoints.checkpoint import Checkpoint
+from jaxpage.models.checkpoints.gguf_config import ARCHITECTURES
 from jaxpage.models.checkpoints.packaged import resolve_model
 from jaxpage.models.checkpoints.safetensors import SafetensorsCheckpoint
 from jaxpage.models.checkpoints.weightless import ConfigOnly, DummyWeights
+
+FORMATS = {
+    "safetensors": "a Hugging Face directory: config.json, and model.safetensors or shards with their index",
+    "gguf": f"a GGUF file of llama.cpp, or a directory with one: {', '.join(ARCHITECTURES)}",
+}
+"""What holds weights, and what it looks like."""
 
 
 def open_checkpoint(model: str) -> Checkpoint:

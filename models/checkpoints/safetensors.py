@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxpage.errors import ModelLoadError
+from jaxpage.models.checkpoints.checkpoint import Index
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {
@@ -64,10 +65,11 @@ class SafetensorsCheckpoint:
         """Names of all tensors."""
         return self._tensors.keys()
 
-    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """One tensor of `shape` in its stored float type: a read-only view of the mapped file.
+    def read(self, name: str, shape: tuple[int, ...], index: Index = ()) -> np.ndarray:
+        """The part at `index` of a tensor of `shape`, in its stored float type: a read-only view of the mapped file.
 
-        Raises `ModelLoadError` naming tensor and file when it is missing, of another shape or no float.
+        Only the pages that the view touches are read, when it is used. Raises `ModelLoadError` naming tensor and
+        file when it is missing, of another shape or no float.
         """
         if name not in self._tensors:
             raise ModelLoadError(f"{self.path} has no tensor {name}")
@@ -79,7 +81,7 @@ class SafetensorsCheckpoint:
                 f"tensor {name} in {shard} has the type {tensor.dtype}, served are {', '.join(_DTYPES)}"
             )
         stored = self._data[shard][tensor.start : tensor.stop].view(np.ndarray)
-        values: np.ndarray = stored.view(_DTYPES[tensor.dtype]).reshape(shape)
+        values: np.ndarray = stored.view(_DTYPES[tensor.dtype]).reshape(shape)[index]
         return values
 
 

@@ -1,6 +1,7 @@
 """A model without its weights: programs are compiled from shapes, which `config.json` tells."""
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxpage.errors import ModelLoadError
+from jaxpage.models.checkpoints.checkpoint import Index
 
 
 class ConfigOnly:
@@ -27,7 +29,7 @@ class ConfigOnly:
         tied = self.config.get("tie_word_embeddings", "Gemma" in str(self.config.get("architectures")))
         return () if tied else ("lm_head.weight",)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def read(self, name: str, shape: tuple[int, ...], index: Index = ()) -> np.ndarray:
         """Always raises `ModelLoadError`."""
         raise ModelLoadError(f"{self.path} holds no weights, {name} is asked for: only compiling does without them")
 
@@ -39,6 +41,9 @@ class DummyWeights(ConfigOnly):
         super().__init__(path)
         self._numbers = (np.random.default_rng(0).standard_normal(2**20) * 0.02).astype(ml_dtypes.bfloat16)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """One tensor in bfloat16. It depends on its size alone."""
-        return np.resize(self._numbers, shape)
+    def read(self, name: str, shape: tuple[int, ...], index: Index = ()) -> np.ndarray:
+        """The part at `index` of a tensor in bfloat16, which depends on the tensor's shape alone."""
+        rows = range(*index[0].indices(shape[0])) if index else range(shape[0])
+        first = rows.start * math.prod(shape[1:]) % self._numbers.size
+        numbers = np.roll(self._numbers, -first) if first else self._numbers
+        return np.resize(numbers, (len(rows), *shape[1:]))[:, *index[1:]]

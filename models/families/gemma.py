@@ -1,6 +1,6 @@
 """Gemma 2 and Gemma 3 (text): norms before and after each block, sliding and full attention layers, a GELU gate.
 
-The model contract (DESIGN: Models): `config_from_hf`, `param_specs`, `kv_specs`, `forward`, `logits`.
+The model contract (DESIGN: Models): `config_from_hf`, `param_specs`, `kv_specs`, `embed`, `forward`, `logits`.
 """
 
 from collections.abc import Mapping
@@ -26,14 +26,16 @@ from jaxpage.models.families.layers import (
     output_logits,
     project_out,
     project_qkv,
-    run_layers,
 )
+from jaxpage.models.run_layers import LayerStates, hidden_of, run_layers
+from jaxpage.models.served_model import Hidden
 from jaxpage.models.weights import Params, Weight, weight
-from jaxpage.ops.attention.paged import AttentionMetadata, KVCache, LayerMetadata, attend
+from jaxpage.ops.attention.paged import KVCache, StepContext, attend
+from jaxpage.ops.matmul import embed_rows
 from jaxpage.ops.norm import zero_centered_rms_norm
 from jaxpage.ops.rope import RopeConfig, rope_cos_sin
 
-__all__ = ["config_from_hf", "forward", "kv_specs", "logits", "param_specs"]
+__all__ = ["config_from_hf", "embed", "forward", "kv_specs", "logits", "param_specs"]
 
 _GELU = "gelu_pytorch_tanh"
 
@@ -121,45 +123,41 @@ def _layer_specs(cfg: ModelConfig, prefix: str) -> dict[str, Weight]:
 
 def embed(params: Params, tokens: jax.Array, cfg: ModelConfig) -> jax.Array:
     """tokens: [tokens] int32 -> [tokens, embed], times the root of their size as the weights' type rounds it."""
-    x = params["embed"][tokens]
+    x = embed_rows(params["embed"], tokens)
     return x * jnp.asarray(cfg.hidden_size**0.5, x.dtype)
 
 
 def forward(
-    params: Params,
-    tokens: jax.Array,
-    positions: jax.Array,
-    kv_cache: KVCache,
-    metadata: AttentionMetadata,
-    cfg: ModelConfig,
-) -> tuple[jax.Array, KVCache]:
-    """One pass over a step's tokens, writing their KV.
+    params: Params, x: jax.Array, states: KVCache, step: StepContext, cfg: ModelConfig
+) -> tuple[Hidden, KVCache]:
+    """One pass over a step's tokens, writing their KV. x: [tokens, embed], of `embed`.
 
-    tokens, positions: [tokens] int32. Returns the final hidden states [tokens, embed], normed, and the updated cache.
+    Returns the hidden states, the last ones normed, and the updated states.
     """
 
     def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
         return zero_centered_rms_norm(x, weight, cfg.norm_eps)
 
-    rope = rope_cos_sin(positions, metadata.rope_lengths, cfg.rope)
-    local_rope = rope_cos_sin(positions, metadata.rope_lengths, cfg.local_rope) if cfg.local_rope else rope
+    rope = rope_cos_sin(step.positions, step.rope_lengths, cfg.rope)
+    local_rope = rope_cos_sin(step.positions, step.rope_lengths, cfg.local_rope) if cfg.local_rope else rope
 
-    def layer(weights: Params, x: jax.Array, buffer: jax.Array, metadata: LayerMetadata) -> tuple[jax.Array, jax.Array]:
+    def layer(weights: Params, x: jax.Array, states: LayerStates) -> tuple[jax.Array, LayerStates]:
+        (kv,) = states
         q, k, v = project_qkv(weights, norm(x, weights["pre_attention_norm"]), cfg)
         if cfg.qk_norm:
             q, k = norm(q, weights["q_norm"]), norm(k, weights["k_norm"])
-        attended, buffer = attend(
-            *(q, k, v, buffer, metadata),
-            rope=local_rope if metadata.group.spec.window else rope,
+        attended, kv = attend(
+            *(q, k, v, kv),
+            rope=local_rope if kv.spec.window else rope,
             scale=cfg.attention_scale,
             softcap=cfg.attention_softcap,
         )
         x = x + norm(project_out(weights, attended), weights["post_attention_norm"])
         mlp = gated_mlp(weights, norm(x, weights["pre_mlp_norm"]), jax.nn.gelu)  # the approximation by tanh
-        return x + norm(mlp, weights["post_mlp_norm"]), buffer
+        return x + norm(mlp, weights["post_mlp_norm"]), (kv,)
 
-    x, kv_cache = run_layers(layer, params["layers"], embed(params, tokens, cfg), kv_cache, metadata)
-    return norm(x, params["norm"]), kv_cache
+    outputs, states = run_layers(layer, params["layers"], x, states, step)
+    return hidden_of(norm(outputs[-1], params["norm"]), outputs), states
 
 
 def logits(params: Params, hidden: jax.Array, cfg: ModelConfig) -> jax.Array:

@@ -1,17 +1,16 @@
 """What the model families share: attention and MLP as they are declared, and as they are multiplied."""
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 
 from jaxpage.models.families.hf_config import ModelConfig
-from jaxpage.models.weights import Params, Source, Weight, weight
-from jaxpage.ops.attention.paged import AttentionMetadata, KVCache, LayerMetadata
-from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.models.stored import Source
+from jaxpage.models.weights import Params, Weight, weight
 from jaxpage.ops.matmul import linear
+from jaxpage.ops.state_spec import KVSpec
 
 
 def model_specs(cfg: ModelConfig, layer_specs: Callable[[ModelConfig, str], dict[str, Weight]]) -> Params:
@@ -76,30 +75,10 @@ def _gate_up(cfg: ModelConfig, prefix: str, kind: str, tail: tuple[int, ...]) ->
     return Weight(sources, ("part", "ffn", "embed")[: 2 + len(tail)])
 
 
-def kv_specs(cfg: ModelConfig) -> Sequence[KVSpec]:
-    """What each layer keeps in the KV cache."""
-    return [KVSpec(cfg.num_kv_heads, cfg.head_dim, window=window) for window in cfg.windows]
-
-
-traced_once = jax.jit  # makes no program here
-Layer = Callable[[Params, jax.Array, jax.Array, LayerMetadata], tuple[jax.Array, jax.Array]]
-"""(weights, x, KV buffer, metadata) -> (x, KV buffer); x: [tokens, embed]."""
-
-
-def run_layers(
-    layer: Layer, weights: Sequence[Params], x: jax.Array, kv_cache: KVCache, metadata: AttentionMetadata
-) -> tuple[jax.Array, KVCache]:
-    """Run all layers in order. x: [tokens, embed]; returns it behind the last one, and the updated cache.
-
-    Inside a program, layers of the same shapes are traced and lowered once (measured with 30 layers: 0.5 s of Python
-    instead of 2.3 s), and XLA inlines them.
-    """
-    layer = traced_once(layer)
-    layout, buffers = kv_cache.layout, list(kv_cache.buffers)
-    by_group = [metadata.of_group(index, layout) for index in range(len(layout.groups))]
-    for layer_weights, (group, buffer) in zip(weights, layout.layers, strict=True):
-        x, buffers[buffer] = layer(layer_weights, x, buffers[buffer], by_group[group])
-    return x, dataclasses.replace(kv_cache, buffers=buffers)
+def kv_specs(cfg: ModelConfig) -> tuple[tuple[KVSpec, ...], ...]:
+    """What each layer keeps of a sequence."""
+    kept = (KVSpec(cfg.num_kv_heads, cfg.head_dim, window=window, num_heads=cfg.num_heads) for window in cfg.windows)
+    return tuple((spec,) for spec in kept)
 
 
 def project_qkv(layer: Params, x: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:

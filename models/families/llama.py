@@ -1,6 +1,6 @@
 """The Llama family: Llama, Mistral, Qwen2 and Qwen3 differ only in biases, q/k norm and sliding windows.
 
-The model contract (DESIGN: Models): `config_from_hf`, `param_specs`, `kv_specs`, `forward`, `logits`.
+The model contract (DESIGN: Models): `config_from_hf`, `param_specs`, `kv_specs`, `embed`, `forward`, `logits`.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,16 @@ from jaxpage.models.families.layers import (
     output_logits,
     project_out,
     project_qkv,
-    run_layers,
 )
+from jaxpage.models.run_layers import LayerStates, hidden_of, run_layers
+from jaxpage.models.served_model import Hidden
 from jaxpage.models.weights import Params, Weight, weight
-from jaxpage.ops.attention.paged import AttentionMetadata, KVCache, LayerMetadata, attend
+from jaxpage.ops.attention.paged import KVCache, StepContext, attend
+from jaxpage.ops.matmul import embed_rows
 from jaxpage.ops.norm import rms_norm
 from jaxpage.ops.rope import rope_cos_sin
 
-__all__ = ["config_from_hf", "forward", "kv_specs", "logits", "param_specs"]
+__all__ = ["config_from_hf", "embed", "forward", "kv_specs", "logits", "param_specs"]
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -87,31 +89,32 @@ def _layer_specs(cfg: ModelConfig, prefix: str) -> dict[str, Weight]:
     }
 
 
+def embed(params: Params, tokens: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """tokens: [tokens] int32 -> [tokens, embed]."""
+    return embed_rows(params["embed"], tokens)
+
+
 def forward(
-    params: Params,
-    tokens: jax.Array,
-    positions: jax.Array,
-    kv_cache: KVCache,
-    metadata: AttentionMetadata,
-    cfg: ModelConfig,
-) -> tuple[jax.Array, KVCache]:
-    """One pass over a step's tokens, writing their KV.
+    params: Params, x: jax.Array, states: KVCache, step: StepContext, cfg: ModelConfig
+) -> tuple[Hidden, KVCache]:
+    """One pass over a step's tokens, writing their KV. x: [tokens, embed], of `embed`.
 
-    tokens, positions: [tokens] int32. Returns the final hidden states [tokens, embed], normed, and the updated cache.
+    Returns the hidden states, the last ones normed, and the updated states.
     """
-    rope = rope_cos_sin(positions, metadata.rope_lengths, cfg.rope)
+    rope = rope_cos_sin(step.positions, step.rope_lengths, cfg.rope)
 
-    def layer(weights: Params, x: jax.Array, buffer: jax.Array, metadata: LayerMetadata) -> tuple[jax.Array, jax.Array]:
+    def layer(weights: Params, x: jax.Array, states: LayerStates) -> tuple[jax.Array, LayerStates]:
+        (kv,) = states
         q, k, v = project_qkv(weights, rms_norm(x, weights["input_norm"], cfg.norm_eps), cfg)
         if cfg.qk_norm:
             q = rms_norm(q, weights["q_norm"], cfg.norm_eps)
             k = rms_norm(k, weights["k_norm"], cfg.norm_eps)
-        attended, buffer = attend(q, k, v, buffer, metadata, rope=rope, scale=cfg.attention_scale)
+        attended, kv = attend(q, k, v, kv, rope=rope, scale=cfg.attention_scale)
         x = x + project_out(weights, attended)
-        return x + gated_mlp(weights, rms_norm(x, weights["post_norm"], cfg.norm_eps), jax.nn.silu), buffer
+        return x + gated_mlp(weights, rms_norm(x, weights["post_norm"], cfg.norm_eps), jax.nn.silu), (kv,)
 
-    x, kv_cache = run_layers(layer, params["layers"], params["embed"][tokens], kv_cache, metadata)
-    return rms_norm(x, params["norm"], cfg.norm_eps), kv_cache
+    outputs, states = run_layers(layer, params["layers"], x, states, step)
+    return hidden_of(rms_norm(outputs[-1], params["norm"], cfg.norm_eps), outputs), states
 
 
 def logits(params: Params, hidden: jax.Array, cfg: ModelConfig) -> jax.Array:

@@ -11,12 +11,15 @@ from jaxpage.ops.attention.kv_write import rotate_and_write_kv
 from jaxpage.ops.attention.launch import GPU, AttentionShape, tuned_launches
 from jaxpage.ops.attention.paged_xla import QueryBlocks, cut_queries, paged_attention_xla
 from jaxpage.ops.attention.work_list import WorkList, list_work
-from jaxpage.ops.kv_spec import KVGroup, KVLayout
+from jaxpage.ops.state_spec import KVGroup, KVLayout, KVSpec
 
 HEADS_AXIS = "tp"
-"""Axis of the device mesh over which heads, and with them the KV cache, are divided."""
-KV_CACHE_SPEC = PartitionSpec(None, None, None, HEADS_AXIS)
-"""How each buffer of the cache lies on the mesh."""
+"""Axis of our own device meshes over which heads, and with them the KV cache, are divided. A user's may have others."""
+
+
+def kv_cache_spec(heads_axis: str | None) -> PartitionSpec:
+    """How each buffer of the cache lies on a mesh whose `heads_axis` divides the KV heads; None divides nothing."""
+    return PartitionSpec(None, None, None, heads_axis)
 
 
 @jax.tree_util.register_dataclass
@@ -32,10 +35,10 @@ class KVCache:
         return self.buffers[0].shape[0]
 
 
-def logits_sharding(mesh: Mesh | AbstractMesh, vocab_size: int) -> NamedSharding:
-    """How [rows, vocab] lies on a mesh: by vocabulary, where the devices divide it."""
-    axis = HEADS_AXIS if vocab_size % mesh.shape[HEADS_AXIS] == 0 else None
-    return NamedSharding(mesh, PartitionSpec(None, axis))
+def logits_sharding(mesh: Mesh | AbstractMesh, vocab_size: int, axis: str | None) -> NamedSharding:
+    """How [rows, vocab] lies on a mesh: by vocabulary over `axis`, where its devices divide it."""
+    divides = axis is not None and vocab_size % mesh.shape[axis] == 0
+    return NamedSharding(mesh, PartitionSpec(None, axis if divides else None))
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Target:
     """Runs the Triton kernels; None runs plain XLA."""
     mesh: Mesh | None = None
     """Devices that divide the heads among them; None where there is one."""
+    heads_axis: str | None = HEADS_AXIS
+    """The axis of `mesh` that divides them; None leaves all heads on each device."""
 
     @property
     def branch_free(self) -> bool:
@@ -56,18 +61,38 @@ class Target:
         """Keep [rows, vocab] divided as the output head leaves it."""
         if self.mesh is None:
             return logits
-        return jax.lax.with_sharding_constraint(logits, logits_sharding(self.mesh, logits.shape[1]))
+        return jax.lax.with_sharding_constraint(logits, logits_sharding(self.mesh, logits.shape[1], self.heads_axis))
+
+    @property
+    def num_shards(self) -> int:
+        """Parts that the heads are divided into."""
+        return 1 if self.mesh is None or self.heads_axis is None else self.mesh.shape[self.heads_axis]
+
+
+def target_of(mesh: Mesh, heads_axis: str | None) -> Target:
+    """The devices of a mesh, as ops must know them."""
+    return Target(gpu_of(mesh.devices.flat[0]), mesh if mesh.size > 1 else None, heads_axis)
+
+
+def gpu_of(device: jax.Device) -> GPU | None:
+    """What kernels are compiled for; None where the device is no GPU."""
+    if device.platform != "gpu":
+        return None
+    return GPU(device.core_count, int(device.compute_capability.replace(".", "")))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class AttentionMetadata:
-    """One step's ragged batch: the tokens of row r are `query_start[r] : query_start[r] + query_lens[r]`.
+class StepContext:
+    """One step's ragged batch, as layers may read it.
+
+    The tokens of row r are `query_start[r] : query_start[r] + query_lens[r]`.
 
     Rows without tokens have a query length of 0. `kv_lens` counts the KV of a row after this step's tokens are written;
     its queries are the last `query_lens[r]` of those positions.
     """
 
+    positions: jax.Array  # [tokens] int32, of each token in its sequence; 0 in padding
     slots: list[jax.Array]  # per KV group [tokens] int32, where each token's KV goes; past the cache's end for padding
     block_tables: jax.Array  # [groups, rows, width] int32
     query_start: jax.Array  # [rows + 1] int32
@@ -76,8 +101,7 @@ class AttentionMetadata:
     rope_lengths: jax.Array  # [tokens] int32, the sequence length that RoPE scalings see
     max_query_len: int = field(metadata={"static": True})
     target: Target = field(default=Target(), metadata={"static": True})
-    num_heads: int = field(default=0, metadata={"static": True})  # of a layer on all devices; only GPUs need to know
-    kv_itemsize: int = field(default=0, metadata={"static": True})  # bytes of a number in the cache; as above
+    kv_itemsize: int = field(default=0, metadata={"static": True})  # bytes of a number in the cache, for GPUs
 
     def of_group(self, index: int, layout: KVLayout) -> "LayerMetadata":
         """The batch as the layers of KV group `index` see it."""
@@ -96,14 +120,13 @@ class AttentionMetadata:
     def _work_of(self, group: KVGroup) -> tuple[WorkList, ...]:
         """What the programs of the kernel do in each layer of a group, on each device."""
         assert self.target.gpu is not None
-        num_devices = 1 if self.target.mesh is None else self.target.mesh.size
-        spec = group.spec
+        num_shards, spec = self.target.num_shards, group.spec
         shape = AttentionShape(
             num_tokens=self.rope_lengths.shape[0],
             num_rows=len(self.query_lens),
             max_query_len=self.max_query_len,
-            num_heads=self.num_heads // num_devices,
-            num_kv_heads=spec.num_kv_heads // num_devices,
+            num_heads=spec.num_query_heads // num_shards,
+            num_kv_heads=spec.num_kv_heads // num_shards,
             head_dim=spec.head_dim,
             kv_itemsize=self.kv_itemsize,
             max_kv_len=self.block_tables.shape[2] * group.block_size,
@@ -120,7 +143,7 @@ class AttentionMetadata:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerMetadata:
-    """One step's ragged batch for the layers of one KV group; fields as in `AttentionMetadata`."""
+    """One step's ragged batch for the layers of one KV group; fields as in `StepContext`."""
 
     slots: jax.Array  # [tokens] int32
     block_tables: jax.Array  # [rows, width] int32
@@ -134,23 +157,37 @@ class LayerMetadata:
     target: Target = field(metadata={"static": True})
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedState:
+    """A layer's paged KV during a step."""
+
+    buffer: jax.Array  # its array of the `KVCache`
+    metadata: LayerMetadata
+
+    @property
+    def spec(self) -> KVSpec:
+        """What the layer has asked for."""
+        return self.metadata.group.spec
+
+
 def attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    buffer: jax.Array,
-    metadata: LayerMetadata,
+    state: PagedState,
     *,
     rope: tuple[jax.Array, jax.Array] | None = None,
     scale: float,
     softcap: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, PagedState]:
     """Rotate, write a layer's new keys and values, and attend over all that its kind (`KVSpec`) lets each query see.
 
-    q: [tokens, heads, head_dim]; k, v: [tokens, num_kv_heads, head_dim]; buffer: the layer's array of the `KVCache`;
-    rope: what `rope_cos_sin` gives, or None for no rotation. All of a step's KV is written first: a row may read blocks
-    that another row fills in the same step. Returns q's shape and dtype (0 for padding), and the buffer.
+    q: [tokens, heads, head_dim]; k, v: [tokens, num_kv_heads, head_dim]; rope: what `rope_cos_sin` gives, or None for
+    no rotation. All of a step's KV is written first: a row may read blocks that another row fills in the same step.
+    Returns q's shape and dtype (0 for padding), and the state with the new keys and values.
     """
+    metadata = state.metadata
     spec, block_size, target = metadata.group.spec, metadata.group.block_size, metadata.target
     if target.gpu is None:
         write, attention = rotate_and_write_kv, paged_attention_xla
@@ -184,12 +221,13 @@ def attend(
         return out, kv_layer.reshape(stored.shape)
 
     if target.mesh is not None:
-        by_head, everywhere = PartitionSpec(None, HEADS_AXIS), PartitionSpec()
+        by_head, everywhere = PartitionSpec(None, target.heads_axis), PartitionSpec()
+        by_kv_head = kv_cache_spec(target.heads_axis)
         attend_on_device = jax.shard_map(
             attend_on_device,
             mesh=target.mesh,
-            in_specs=(by_head, everywhere, KV_CACHE_SPEC, everywhere, everywhere),
-            out_specs=(by_head, KV_CACHE_SPEC),
+            in_specs=(by_head, everywhere, by_kv_head, everywhere, everywhere),
+            out_specs=(by_head, by_kv_head),
             check_vma=False,  # Triton kernels do not say which axes their results vary over
         )
     step: dict[str, Any] = {
@@ -202,4 +240,5 @@ def attend(
         step["blocks"] = metadata.blocks
     if metadata.work is not None:
         step["work"] = metadata.work
-    return attend_on_device((q, k, v), rope, buffer, step, metadata.slots)
+    out, buffer = attend_on_device((q, k, v), rope, state.buffer, step, metadata.slots)
+    return out, PagedState(buffer, metadata)

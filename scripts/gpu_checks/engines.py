@@ -13,6 +13,7 @@ from gpu_checks.serving import decoding, in_mode, measure, memory_gib, open_engi
 from gpu_checks.tracing import read_trace
 from jaxpage.config import LOOP_NAMES
 from jaxpage.engine.core import EngineCore
+from jaxpage.runner.programs.step import STEP
 
 DRAWS = {
     "greedy": {"temperature": 0.0},
@@ -71,8 +72,8 @@ def programs(context: Context) -> Iterator[Row]:
     table = core.runner._programs
     folder = context.out / "programs"
     folder.mkdir(exist_ok=True)
-    for bucket, program in sorted(table._steps.items()):
-        text = program.as_text() or ""
+    for bucket in sorted(table.ready(STEP)):
+        text = table.get(STEP.name, bucket).as_text() or ""
         name = f"step-{bucket.num_tokens}-{bucket.num_rows}-{bucket.max_query_len}"
         compress(text, folder / f"{name}.hlo.gz")
         found = products_of(text)

@@ -99,7 +99,7 @@ def measure(context: Context, core: EngineCore, rows: int, params: dict[str, Any
     seconds = statistics.median(full)
     num_steps = max(core.loop.num_steps - steps_before, 1)
     host = {name: (spent - seconds_before[name]) / num_steps for name, spent in core.loop.seconds.items()}
-    floor = floor_of(core.runner.engine_plan, rows, prompt_len + sizes.num_steps)
+    floor = floor_of(core.runner.plan, rows, prompt_len + sizes.num_steps)
     return {
         "seconds": seconds,
         "bytes": floor.num_bytes,

@@ -32,10 +32,13 @@ def exchanged_host(
     At the end nothing may be left running.
     """
     core = core_of(llm)
-    config, runner, loop = core.runner.engine_plan.config, core.runner, core.loop
+    config, runner, loop = core.runner.plan.config, core.runner, core.loop
     max_step_tokens = config.max_step_tokens
     kv_cache = KVCacheManager(
-        num_blocks or runner.num_blocks, runner.layout, max_step_tokens=max_step_tokens, enable_prefix_caching=caching
+        num_blocks or runner.plan.num_blocks,
+        runner.plan.layout,
+        max_step_tokens=max_step_tokens,
+        enable_prefix_caching=caching,
     )
     scheduler = Scheduler(
         kv_cache,

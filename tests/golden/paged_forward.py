@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 
 from jaxpage.kv_cache.block_pool import NULL_BLOCK_ID
 from jaxpage.kv_cache.spec import plan_layout
+from jaxpage.models import run_layers
 from jaxpage.models.checkpoints.open import open_checkpoint
 from jaxpage.models.families import gemma, layers, llama
-from jaxpage.models.registry import resolve_model
-from jaxpage.models.weights import load_params
+from jaxpage.models.registry import serve_checkpoint
 from jaxpage.ops.attention import paged as attention
-from jaxpage.ops.attention.paged import AttentionMetadata
-from jaxpage.ops.kv_spec import KVLayout
+from jaxpage.ops.attention.paged import StepContext
+from jaxpage.ops.state_spec import KVLayout
 from jaxpage.runner.state import empty_kv_cache
 
 BLOCK_SIZE = 16
@@ -34,9 +34,9 @@ class LoadedModel:
 
     def __init__(self, path: Path) -> None:
         checkpoint = open_checkpoint(str(path))
-        self.module, self.config = resolve_model(checkpoint)
         mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
-        self.params = load_params(self.module.param_specs(self.config), checkpoint, np.dtype(np.float32), mesh)
+        self.model = serve_checkpoint(checkpoint, mesh, np.dtype(np.float32))
+        self.params = self.model.load_params()
 
     def logits(self, tokens: Sequence[int], chunk: int = MAX_LEN, prompt_len: int | None = None) -> np.ndarray:
         """Logits at every position of `tokens`, `chunk` of them to a step, as [tokens, vocab] float32.
@@ -49,7 +49,7 @@ class LoadedModel:
         self, sequences: Sequence[Sequence[int]], chunk: int = MAX_LEN, prompt_len: int | None = None
     ) -> list[np.ndarray]:
         """The same for several sequences that share each step, every one with `chunk` tokens in it."""
-        layout = plan_layout(self.module.kv_specs(self.config), BLOCK_SIZE)
+        layout = plan_layout(self.model.states, BLOCK_SIZE)
         cache = empty_kv_cache(layout, NUM_BLOCKS, np.dtype(np.float32))
         # A slot that was never written holds NaN, those of the null block included: reading one shows.
         cache = dataclasses.replace(cache, buffers=[jnp.full_like(buffer, jnp.nan) for buffer in cache.buffers])
@@ -61,11 +61,10 @@ class LoadedModel:
             ends = np.cumsum(counts)
             tokens = np.zeros(len(sequences) * chunk, np.int32)
             tokens[: ends[-1]] = [token for sequence in sequences for token in sequence[start : start + chunk]]
-            positions, metadata = _step(layout, tables, start, counts, chunk, prompt_lens)
-            hidden, cache = self.module.forward(
-                self.params, jnp.asarray(tokens), positions, cache, metadata, self.config
-            )
-            step_logits = np.asarray(self.module.logits(self.params, hidden, self.config))
+            step = _step(layout, tables, start, counts, chunk, prompt_lens)
+            x = self.model.embed(self.params, jnp.asarray(tokens))
+            hidden, cache = self.model.forward(self.params, x, cache, step)
+            step_logits = np.asarray(self.model.logits(self.params, hidden.last))
             for row, end in enumerate(ends):
                 logits[row].append(step_logits[end - counts[row] : end])
         return [np.concatenate(parts) for parts in logits]
@@ -80,8 +79,8 @@ def _scattered_block_tables(num_groups: int, num_rows: int) -> np.ndarray:
 
 def _step(
     layout: KVLayout, tables: np.ndarray, start: int, counts: np.ndarray, chunk: int, prompt_lens: Sequence[int]
-) -> tuple[jax.Array, AttentionMetadata]:
-    """Positions and metadata of a step in which row r computes `counts[r]` tokens from position `start` on.
+) -> StepContext:
+    """A step in which row r computes `counts[r]` tokens from position `start` on.
 
     Blocks that no query from `start` on sees are given up, as the engine does.
     """
@@ -100,7 +99,8 @@ def _step(
     def ints(values: object) -> jax.Array:
         return jnp.asarray(values, jnp.int32)
 
-    metadata = AttentionMetadata(
+    return StepContext(
+        positions=ints(positions),
         slots=[ints(slot) for slot in slots],
         block_tables=ints(kept),
         query_start=ints(query_start),
@@ -110,7 +110,6 @@ def _step(
         rope_lengths=ints(np.maximum(np.asarray(prompt_lens)[row], positions + 1)),
         max_query_len=chunk,
     )
-    return ints(positions), metadata
 
 
 @contextmanager
@@ -133,5 +132,5 @@ def compiled_ops() -> Iterator[None]:
             compiled: Callable[..., object] = jax.jit(getattr(modules[0], name), static_argnames=static)
             for module in modules:
                 patch.setattr(module, name, compiled)
-        patch.setattr(layers, "traced_once", lambda layer: layer)
+        patch.setattr(run_layers, "traced_once", lambda layer: layer)
         yield

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpage.ops.sampling.processing import LAST_RESORT, ProcessingState
 from jaxpage.ops.sampling.sampling import SamplingState, exponential_noise
-from jaxpage.runner.plan import rules_layout
+from jaxpage.runner.state import rules_layout
 
 NUM_STOPS = 4
 MAX_MODEL_LEN = 40

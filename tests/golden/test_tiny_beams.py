@@ -83,7 +83,9 @@ def test_b21_searches_that_share_a_batch_find_the_same(core: EngineCore) -> None
 @pytest.mark.parametrize("caching", [True, False])
 def test_b21_searches_that_are_preempted_find_the_same(core: EngineCore, caching: bool) -> None:
     ample = core.loop
-    kv_cache = KVCacheManager(16, core.runner.layout, max_step_tokens=MAX_STEP_TOKENS, enable_prefix_caching=caching)
+    kv_cache = KVCacheManager(
+        16, core.runner.plan.layout, max_step_tokens=MAX_STEP_TOKENS, enable_prefix_caching=caching
+    )
     scheduler = Scheduler(kv_cache, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_STEP_TOKENS)
     core.loop = ResidentLoop(scheduler, core.runner)
     cases = sorted(CASES, key=lambda case: case["num_beams"])  # the widest beside each other

@@ -40,7 +40,7 @@ def core(name: str, quick_compiles: None, tmp_path_factory: pytest.TempPathFacto
 @contextmanager
 def host(core: EngineCore, *, caching: bool) -> Iterator[KVCacheManager]:
     """Serve from a pool that holds little more than one long prompt."""
-    layout = core.runner.layout
+    layout = core.runner.plan.layout
     num_blocks = 1 + 12 * len(layout.groups)
     kv_cache = KVCacheManager(num_blocks, layout, max_step_tokens=MAX_STEP_TOKENS, enable_prefix_caching=caching)
     scheduler = Scheduler(kv_cache, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_STEP_TOKENS)

@@ -18,7 +18,8 @@ from jax._src import hardware_utils
 from jaxpage.config import EngineConfig
 from jaxpage.engine.core import EngineCore
 from jaxpage.errors import ConfigError
-from jaxpage.runner.step import trace_counts
+from jaxpage.runner.programs.program import trace_counts
+from jaxpage.runner.programs.step import STEP
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.wire import AddRequest, TokenOutput
 
@@ -114,12 +115,12 @@ def decode(core: EngineCore, driver: Driver, params: dict[str, Any]) -> dict[str
 def arrive(core: EngineCore, driver: Driver) -> dict[str, Any]:
     """A program becomes ready while a request decodes, and once more while the engine is idle: what steps then ask."""
     programs = core.runner._programs
-    bucket = min(bucket for bucket in programs._steps if bucket.max_query_len > 1)
+    bucket = min(bucket for bucket in programs.ready(STEP) if bucket.max_query_len > 1)
 
     def load_again() -> None:
-        del programs._steps[bucket]
+        del programs._ready[STEP.name][bucket]
         programs._num_rehearsed -= 1
-        programs._compile_step(bucket)
+        programs.get(STEP.name, bucket)
 
     found = {}
     for name in ("busy", "idle"):

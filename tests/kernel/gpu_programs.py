@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,18 @@ from jaxpage.aot.targets import TARGETS, compiler_options, described_mesh
 from jaxpage.config import EngineConfig
 from jaxpage.models.checkpoints.weightless import ConfigOnly
 from jaxpage.ops.attention import kv_write_triton, paged_triton
-from jaxpage.ops.sampling.sampling import SamplingState
+from jaxpage.ops.sampling.sampling import SamplingState, draw
 from jaxpage.requests.request import SamplerKind
-from jaxpage.runner import step
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.compiler import draw_arguments, step_arguments
 from jaxpage.runner.engine_plan import EnginePlan, plan_engine
-from jaxpage.runner.plan import empty_forks
-from jaxpage.runner.pooling import NUM_POOLED
-from jaxpage.runner.scoring import NUM_SCORED_ROWS, NUM_SCORED_TOKENS
+from jaxpage.runner.model import model_of_checkpoint
+from jaxpage.runner.programs import program as program_module
+from jaxpage.runner.programs.fork import FORK
+from jaxpage.runner.programs.pool import POOL
+from jaxpage.runner.programs.program import compile_program, jit_to_measure
+from jaxpage.runner.programs.sample import SAMPLE, Draws
+from jaxpage.runner.programs.score import SCORE, SCORE_ROWS
+from jaxpage.runner.programs.step import STEP
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE = 2, 2048, 16
 FULL_BLOCKS = 950_000
@@ -71,27 +75,26 @@ class Config(ConfigOnly):
         self.path, self.config, self.generation_config = Path("config"), config, {}
 
 
-def engine_plan(
+def plan_of(
     hf: dict[str, Any], options: dict[str, Any], target: str, num_gpus: int, num_blocks: int = NUM_BLOCKS
 ) -> EnginePlan:
     config = EngineConfig(
         tensor_parallel_size=num_gpus, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=4096, **options
     )
-    mesh = described_mesh(TARGETS[target], num_gpus)
-    return plan_engine(config, Config(hf), mesh, lambda _: TARGETS[target].pool_bytes)
+    model = model_of_checkpoint(config, Config(hf), described_mesh(TARGETS[target], num_gpus))
+    return plan_engine(config, model, lambda _: TARGETS[target].pool_bytes)
 
 
 def describe_step(it: EnginePlan, bucket: Bucket) -> dict[str, Any]:
     """Compile a step, and say what it is made of."""
-    arguments = step_arguments(it.shapes, it.program_config, bucket)
-    program = step.compile_step(it.program_config, bucket, *arguments)
+    program = compile_program(STEP, it, bucket)
     text = program.as_text()
     launches = [line for line in entry_of(text).splitlines() if re.search(r" (?:fusion|custom-call|copy)\(", line)]
     described = describe_with_cache(it, program)
-    _, _, _, logits, _ = arguments
+    logits = it.shapes["logits", it.program_config.num_logits(bucket)]
     shape = rf"f32\[{logits.shape[0]},{logits.sharding.shard_shape(logits.shape)[1]}\]"
     return described | {
-        "num_donated": described["num_donated"] + 1,
+        "num_donated": described["num_donated"] + 2,  # with hidden states and logits
         "logits_copies": len(re.findall(rf"= {shape}\S* copy(?:-start)?\(", text)),
         "launches_per_layer": sum("jit(layer)" in line for line in launches) / NUM_LAYERS,
         "makers_of_kv": sorted(set(re.findall(rf"= {KV_SHAPE}\S* ([a-z\-]+)\(", text))),
@@ -100,44 +103,36 @@ def describe_step(it: EnginePlan, bucket: Bucket) -> dict[str, Any]:
 
 def describe_fork(it: EnginePlan) -> dict[str, Any]:
     """The same of what copies rows and blocks."""
-    forks = empty_forks(it.config.max_num_seqs, 1)
-    return describe_with_cache(it, step.compile_fork(it.shapes.kv_cache, it.shapes.state, forks))
+    return describe_with_cache(it, compile_program(FORK, it, None))
 
 
 def describe_with_cache(it: EnginePlan, program: jax.stages.Compiled) -> dict[str, Any]:
     return describe(program) | {
         "kv_copies": len(re.findall(rf"{KV_SHAPE}[^\n]* copy(?:-start)?\(", program.as_text() or "")),
-        "num_donated": len(jax.tree.leaves((it.shapes.kv_cache, it.shapes.state))),
+        "num_donated": len(jax.tree.leaves((it.shapes["kv_cache"], it.shapes["state"]))),
     }
 
 
 def describe_draw(it: EnginePlan, kind: SamplerKind) -> dict[str, Any]:
     """The same of a draw behind the largest decode, which checks drafts if there are any."""
     num_rows, num_draws = it.config.max_num_seqs, 1 + it.config.max_drafts
-    arguments = draw_arguments(it.shapes, it.program_config, num_rows, num_draws, kind)
-    program = step.compile_draw(it.program_config, kind, num_draws, *arguments)
-    return describe(program) | {"num_rows": num_rows, "num_donated": len(jax.tree.leaves(it.shapes.state))}
+    program = compile_program(SAMPLE, it, Draws(kind, num_rows, num_draws))
+    return describe(program) | {"num_rows": num_rows, "num_donated": len(jax.tree.leaves(it.shapes["state"]))}
 
 
 def describe_small(it: EnginePlan) -> dict[str, Any]:
     """The same of the programs that look at hidden states, by their names."""
-    config, params, hidden = it.program_config, it.shapes.params, it.shapes.state.hidden
-    scored, rows = np.zeros((2, NUM_SCORED_TOKENS), np.int32), np.zeros(NUM_SCORED_ROWS, np.int32)
-    return {
-        "score": describe(step.compile_score(config, params, hidden, scored)),
-        "score_rows": describe(step.compile_score_rows(config, params, hidden, rows)),
-        "pool": describe(step.compile_pool(hidden, np.zeros((2, NUM_POOLED), np.int32))),
-    }
+    return {each.name: describe(compile_program(each, it, None)) for each in (SCORE, SCORE_ROWS, POOL)}
 
 
 def describe_sampler(it: EnginePlan) -> dict[str, Any]:
     """The same of the draw that `jaxpage bench sampler` measures by itself."""
     num_rows = it.config.max_num_seqs
-    logits, _, _ = draw_arguments(it.shapes, it.program_config, num_rows, 1, SamplerKind.FILTERED)
+    logits = it.shapes["logits", num_rows]
     floats, ints = (jax.ShapeDtypeStruct((num_rows,), dtype) for dtype in (np.float32, np.int32))
     seed = jax.ShapeDtypeStruct((num_rows, 2), np.uint32)
     sampling: Any = SamplingState(floats, ints, floats, floats, seed, ints)
-    return describe(step.compile_sampler(logits, sampling))
+    return describe(jit_to_measure(partial(draw, branch_free=True), logits, sampling))
 
 
 def describe(program: jax.stages.Compiled) -> dict[str, Any]:
@@ -157,7 +152,7 @@ class Structure:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._compiler_options = step.compiler_options
+        self._compiler_options = program_module.compiler_options
         self._sources = [kernel.src for kernel in KERNELS]
 
     def __enter__(self) -> None:
@@ -169,12 +164,12 @@ class Structure:
         assembler.write_text(ASSEMBLER.format(real=toolkit / "bin/ptxas"), "utf-8")
         assembler.chmod(0o700)
         changes = {"xla_gpu_cuda_data_dir": str(here), "xla_backend_optimization_level": 0}
-        step.compiler_options = lambda *arguments: compiler_options(*arguments) | changes
+        program_module.compiler_options = lambda *arguments: compiler_options(*arguments) | changes
         for kernel in KERNELS:
             kernel._unsafe_update_src(kernel.src[: kernel.src.index("):\n")] + "):\n    pass\n")
 
     def __exit__(self, *_: object) -> None:
-        step.compiler_options = self._compiler_options
+        program_module.compiler_options = self._compiler_options
         for kernel, source in zip(KERNELS, self._sources, strict=True):
             kernel._unsafe_update_src(source)
         self._folder.cleanup()
@@ -191,8 +186,8 @@ done
 
 def engines() -> Iterator[tuple[str, EnginePlan]]:
     for target, num_gpus in (("h200", 1), ("h200", 8), ("a100", 1)):
-        yield f"large {target} x {num_gpus}", engine_plan(LARGE, LARGE_OPTIONS, target, num_gpus)
-        yield f"small {target} x {num_gpus}", engine_plan(SMALL, SMALL_OPTIONS, target, num_gpus)
+        yield f"large {target} x {num_gpus}", plan_of(LARGE, LARGE_OPTIONS, target, num_gpus)
+        yield f"small {target} x {num_gpus}", plan_of(SMALL, SMALL_OPTIONS, target, num_gpus)
 
 
 def name_of(bucket: Bucket) -> str:
@@ -214,9 +209,9 @@ if __name__ == "__main__":
                 kind.name: {name: pool.submit(describe_draw, it, kind) for name, it in its.items()}
                 for kind in SamplerKind
             }
-            speculating = engine_plan(SMALL, SMALL_OPTIONS | {"speculative_config": SPECULATIVE}, "h200", 1)
+            speculating = plan_of(SMALL, SMALL_OPTIONS | {"speculative_config": SPECULATIVE}, "h200", 1)
             draft = pool.submit(describe_draw, speculating, SamplerKind.GREEDY)
-            full = engine_plan(LARGE, LARGE_OPTIONS, "h200", 1, num_blocks=FULL_BLOCKS)
+            full = plan_of(LARGE, LARGE_OPTIONS, "h200", 1, num_blocks=FULL_BLOCKS)
             full_step = pool.submit(describe_step, full, largest)
             sampler = pool.submit(describe_sampler, its["small h200 x 1"])
             small = {name: pool.submit(describe_small, it) for name, it in its.items()}

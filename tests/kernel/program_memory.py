@@ -5,24 +5,24 @@ A process of its own, as `gpu_programs.py`. The engines have what a GPU's have b
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
-from gpu_programs import LARGE, SMALL, SPECULATIVE, Structure, engine_plan
+from gpu_programs import LARGE, SMALL, SPECULATIVE, Structure, plan_of
 
 from jaxpage.aot.facts import facts_of
 from jaxpage.requests.request import SamplerKind
-from jaxpage.runner import step
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.compiler import draw_arguments, step_arguments
 from jaxpage.runner.engine_plan import EnginePlan, bytes_per_device
-from jaxpage.runner.plan import empty_forks
+from jaxpage.runner.programs.fork import FORK
+from jaxpage.runner.programs.program import compile_program
+from jaxpage.runner.programs.sample import SAMPLE, Draws
+from jaxpage.runner.programs.score import SCORE
+from jaxpage.runner.programs.step import STEP
 from jaxpage.runner.resolve import program_bytes, scratch_bytes
-from jaxpage.runner.scoring import NUM_SCORED_TOKENS
 
 # Of the first, a step takes most, of the second a fork, of the others a draw.
 WIDE = LARGE | {"vocab_size": 8192, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
@@ -53,42 +53,35 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 
 def largest_programs(it: EnginePlan) -> Iterator[tuple[str, Any]]:
     """Those that could take the most, each by a name and what compiles it."""
-    params, kv_cache, state = it.shapes.params, it.shapes.kv_cache, it.shapes.state
     num_rows, num_draws = it.config.max_num_seqs, 1 + it.config.max_drafts
     buckets = {max(it.buckets), max(bucket for bucket in it.buckets if bucket.max_query_len == 1)}
     if num_draws > 1:
         buckets.add(Bucket(num_rows * num_draws, num_rows, num_draws))
     assert buckets <= set(it.buckets)
     for bucket in buckets:
-        name = f"step of {bucket.num_tokens} tokens, {bucket.num_rows} rows"
-        yield (
-            name,
-            partial(
-                step.compile_step, it.program_config, bucket, *step_arguments(it.shapes, it.program_config, bucket)
-            ),
-        )
+        yield STEP.title(bucket), partial(compile_program, STEP, it, bucket)
     for kind in (SamplerKind.FILTERED, SamplerKind.ANY):
-        arguments = draw_arguments(it.shapes, it.program_config, num_rows, num_draws, kind)
-        yield f"draw {kind.name}", partial(step.compile_draw, it.program_config, kind, num_draws, *arguments)
-    yield "fork", partial(step.compile_fork, kv_cache, state, empty_forks(num_rows, len(it.layout.groups)))
-    told = np.zeros((2, NUM_SCORED_TOKENS), np.int32)
-    yield "score", partial(step.compile_score, it.program_config, params, state.hidden, told)
+        variant = Draws(kind, num_rows, num_draws)
+        yield SAMPLE.title(variant), partial(compile_program, SAMPLE, it, variant)
+    yield FORK.name, partial(compile_program, FORK, it, None)
+    yield SCORE.name, partial(compile_program, SCORE, it, None)
 
 
-def memory_of(compile_program: Any) -> dict[str, int]:
-    program: jax.stages.Compiled = compile_program()
+def memory_of(compiles: Callable[[], jax.stages.Compiled]) -> dict[str, int]:
+    program = compiles()
     facts = facts_of(program)
     return {"scratch": facts.scratch_bytes, "result": facts.result_bytes}
 
 
 def bounds_of(it: EnginePlan) -> dict[str, int]:
-    arguments = (it.config, it.model_config, it.layout, it.dtype, it.mesh.size, bytes_per_device(it.shapes.state))
+    batch = bytes_per_device([it.shapes["state"], it.shapes["hidden"]])
+    arguments = it.config, it.model, it.layout, batch
     return {"scratch": scratch_bytes(*arguments), "programs": program_bytes(*arguments)}
 
 
 if __name__ == "__main__":
     with ThreadPoolExecutor(os.cpu_count()) as pool, Structure():
-        its = {name: engine_plan(hf, options, "h200", num_gpus) for name, (hf, options, num_gpus) in ENGINES.items()}
+        its = {name: plan_of(hf, options, "h200", num_gpus) for name, (hf, options, num_gpus) in ENGINES.items()}
         waiting = {
             name: {title: pool.submit(memory_of, compiles) for title, compiles in largest_programs(it)}
             for name, it in its.items()

@@ -7,21 +7,26 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from simulated import VOCAB_SIZE, Device, Results, Rule, expected_tokens
+from simulated import VOCAB_SIZE, Device, Results, Rule, expected_tokens, layers_of
 
 from jaxpage.engine.loops import LOOPS, Loop
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.spec import max_request_tokens, plan_layout
-from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.ops.state_spec import KVSpec, RecurrentSpec, StateSpec
 from jaxpage.requests.request import Request
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.scheduler.scheduler import Scheduler, SchedulerOutput
+from jaxpage.scheduler.scheduler import Scheduler
+from jaxpage.scheduler.step_plan import SchedulerOutput
 from jaxpage.wire import TokenOutput
 
 if TYPE_CHECKING:
     from jaxpage.structured.constraint import Constraint
 
-KINDS = ((KVSpec(1, 8),), (KVSpec(1, 8, window=5), KVSpec(1, 8)))
+KINDS: tuple[tuple[StateSpec, ...], ...] = (
+    (KVSpec(1, 8),),
+    (KVSpec(1, 8, window=5), KVSpec(1, 8)),
+    (KVSpec(1, 8), RecurrentSpec((80,), "bfloat16", (None,))),
+)
 BASES = ([0] * 24, [0, 1] * 12)
 """Prompts begin alike, so that they share blocks."""
 BLOCK_SIZE, BUDGET, MAX_NUM_SEQS, NUM_BLOCKS = 4, 16, 3, 12
@@ -71,17 +76,17 @@ class Modes(RuleBasedStateMachine):
     """Every rule is applied to all three at once."""
 
     @initialize(specs=st.sampled_from(KINDS), caching=st.booleans(), max_drafts=st.sampled_from((0, 1, 4)))
-    def start(self, specs: tuple[KVSpec, ...], caching: bool, max_drafts: int) -> None:
+    def start(self, specs: tuple[StateSpec, ...], caching: bool, max_drafts: int) -> None:
         self.specs, self.max_drafts = specs, max_drafts
         self.expected: dict[str, tuple[list[int], str]] = {}
         self.aborted: set[str] = set()
         self.modes: dict[str, Mode] = {}
-        layout = plan_layout(specs, BLOCK_SIZE)
+        layout = plan_layout(layers_of(specs), BLOCK_SIZE)
         self.longest = min(max_request_tokens(layout, NUM_BLOCKS, BUDGET), 30)
         for name, loop in LOOPS.items():
             kv_cache = KVCacheManager(NUM_BLOCKS + 1, layout, max_step_tokens=BUDGET, enable_prefix_caching=caching)
             scheduler = Scheduler(kv_cache, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=BUDGET)
-            self.modes[name] = Mode(loop(scheduler, AsyncDevice(Device(MAX_NUM_SEQS, layout))))
+            self.modes[name] = Mode(loop(scheduler, AsyncDevice(Device(MAX_NUM_SEQS, layout, max_drafts))))
 
     @rule(
         base=st.sampled_from(BASES),

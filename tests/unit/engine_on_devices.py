@@ -95,7 +95,7 @@ def serve(options: dict[str, Any], num_devices: int, with_margins: bool) -> dict
 
 def kv_heads_on_a_device(llm: LLM) -> int:
     batch = llm._engine._core.runner._batch  # type: ignore[union-attr]
-    return int(batch._kv_cache.buffers[0].addressable_shards[0].data.shape[3])
+    return int(batch["kv_cache"].buffers[0].addressable_shards[0].data.shape[3])
 
 
 def serve_in_two_processes(options: dict[str, Any]) -> dict[str, Any]:

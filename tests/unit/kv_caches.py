@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxpage.kv_cache.hashing import BlockKey, block_keys
 from jaxpage.kv_cache.manager import KVCacheManager, PrefixHit
 from jaxpage.kv_cache.spec import plan_layout
-from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.ops.state_spec import KVSpec, StateSpec
 
 FULL = KVSpec(1, 8)
 WINDOW = KVSpec(1, 8, window=6)
@@ -15,10 +15,10 @@ HALF = KVSpec(1, 4)
 
 
 def kv_cache(
-    blocks: int, *specs: KVSpec, block_size: int = 4, max_step_tokens: int = 64, caching: bool = True
+    blocks: int, *specs: StateSpec, block_size: int = 4, max_step_tokens: int = 64, caching: bool = True
 ) -> KVCacheManager:
     """A manager of `blocks` usable blocks, with a group per spec."""
-    layout = plan_layout(specs or [FULL], block_size)
+    layout = plan_layout([[spec] for spec in specs or [FULL]], block_size)
     return KVCacheManager(blocks + 1, layout, max_step_tokens=max_step_tokens, enable_prefix_caching=caching)
 
 

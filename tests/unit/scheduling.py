@@ -7,13 +7,14 @@ import pytest
 
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.spec import plan_layout
-from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.ops.state_spec import KVSpec, StateSpec
 from jaxpage.requests.beam_group import BeamGroup
 from jaxpage.requests.beam_search import BeamSearch
 from jaxpage.requests.request import Request
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduler.policies import Policy
-from jaxpage.scheduler.scheduler import Scheduler, SchedulerOutput
+from jaxpage.scheduler.scheduler import Scheduler
+from jaxpage.scheduler.step_plan import SchedulerOutput
 from jaxpage.wire import SequenceOutput, TokenLogprobs, sequence_id
 
 STOP = 99
@@ -29,13 +30,13 @@ def scheduler(
     max_partial: int = 0,
     caching: bool = False,
     policy: Policy | None = None,
-    specs: Sequence[KVSpec] = (KVSpec(1, 8),),
+    specs: Sequence[StateSpec] = (KVSpec(1, 8),),
 ) -> Scheduler:
     """A scheduler over `blocks` usable blocks."""
     return Scheduler(
         KVCacheManager(
             blocks + 1,
-            plan_layout(specs, block_size),
+            plan_layout([[spec] for spec in specs], block_size),
             max_step_tokens=threshold or budget,
             enable_prefix_caching=caching,
         ),

@@ -18,7 +18,7 @@ from jaxpage.cli import main
 from jaxpage.config import EngineConfig
 from jaxpage.runner.devices import make_mesh
 from jaxpage.runner.program_cache import environment
-from jaxpage.runner.step import trace_counts
+from jaxpage.runner.programs.program import trace_counts
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 SHAPES = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpage.ops.attention.paged import AttentionMetadata, KVCache, attend
-from jaxpage.ops.kv_spec import KVGroup, KVLayout, KVSpec
+from jaxpage.ops.attention.paged import KVCache, PagedState, StepContext, attend
+from jaxpage.ops.state_spec import KVGroup, KVLayout, KVSpec, PagedPlace
 from jaxpage.runner.state import empty_kv_cache
 
 HEADS, HEAD_DIM, SCALE = 4, 8, 0.3
 FULL = KVGroup(KVSpec(2, HEAD_DIM), 4)
 WINDOW = KVGroup(KVSpec(2, HEAD_DIM, window=5), 4)
 CHUNK = KVGroup(KVSpec(1, HEAD_DIM, chunk=6), 8)
-LAYOUT = KVLayout((FULL, WINDOW, CHUNK), ((0, 0), (1, 0), (2, 0), (2, 1)))
+LAYOUT = KVLayout((FULL, WINDOW, CHUNK), tuple((PagedPlace(*place),) for place in ((0, 0), (1, 0), (2, 0), (2, 1))), 4)
 """Two arrays for four layers; a block of the chunked kind is as large in bytes and holds twice the tokens."""
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 NUM_TOKENS, MAX_LEN = 32, 24
@@ -34,7 +34,7 @@ def block_tables(rng: np.random.Generator) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def metadata_of(tables: np.ndarray, computed: Sequence[int], query_lens: Sequence[int]) -> AttentionMetadata:
+def metadata_of(tables: np.ndarray, computed: Sequence[int], query_lens: Sequence[int]) -> StepContext:
     slots = np.full((3, NUM_TOKENS), 2**31 - 1, np.int32)
     token = 0
     for row, (start, count) in enumerate(zip(computed, query_lens, strict=True)):
@@ -43,7 +43,8 @@ def metadata_of(tables: np.ndarray, computed: Sequence[int], query_lens: Sequenc
                 block_id = tables[index, row, position // group.block_size]
                 slots[index, token] = block_id * group.block_size + position % group.block_size
             token += 1
-    return AttentionMetadata(
+    return StepContext(
+        positions=jnp.zeros(NUM_TOKENS, jnp.int32),
         slots=[jnp.asarray(of_group) for of_group in slots],
         block_tables=jnp.asarray(tables),
         query_start=jnp.asarray([0, *np.cumsum(query_lens)], jnp.int32),
@@ -90,7 +91,7 @@ def served() -> Served:
     def draw(length: int, heads: int) -> np.ndarray:
         return rng.normal(size=(length, heads, HEAD_DIM)).astype(np.float32)
 
-    num_kv_heads = [LAYOUT.groups[group].spec.num_kv_heads for group, _ in LAYOUT.layers]
+    num_kv_heads = [LAYOUT.groups[group].spec.num_kv_heads for group, _ in LAYOUT.paged_places]
     rows = [[(draw(length, HEADS), draw(length, g), draw(length, g)) for length in LENS] for g in num_kv_heads]
     run = jax.jit(partial(attend, scale=SCALE))
     # A slot that was never written holds NaN: reading one shows.
@@ -110,8 +111,9 @@ def served() -> Served:
                 )
                 for i in range(3)
             )
-            group, buffer = LAYOUT.layers[layer]
-            out, buffers[buffer] = run(q, k, v, buffers[buffer], metadata.of_group(group, LAYOUT))
+            group, buffer = LAYOUT.paged_places[layer]
+            out, state = run(q, k, v, PagedState(buffers[buffer], metadata.of_group(group, LAYOUT)))
+            buffers[buffer] = state.buffer
             for row, (end, count) in enumerate(zip(ends, query_lens, strict=True)):
                 outputs[layer][row].append(np.asarray(out[end - count : end]))
             padding.append(np.asarray(out[ends[-1] :]))
@@ -121,9 +123,9 @@ def served() -> Served:
     return Served(tables, rows, [[np.concatenate(parts) for parts in layer] for layer in outputs], padding, cache)
 
 
-@pytest.mark.parametrize("layer", range(len(LAYOUT.layers)))
+@pytest.mark.parametrize("layer", range(len(LAYOUT.paged_places)))
 def test_every_layer_equals_dense_attention_of_its_own_kind(served: Served, layer: int) -> None:
-    spec = LAYOUT.groups[LAYOUT.layers[layer][0]].spec
+    spec = LAYOUT.groups[LAYOUT.paged_places[layer][0]].spec
     for row, out in enumerate(served.outputs[layer]):
         np.testing.assert_allclose(out, dense(*served.rows[layer][row], spec), atol=2e-5, err_msg=f"{row=}")
 
@@ -138,7 +140,7 @@ def test_an_array_holds_what_its_layers_wrote_and_nothing_else(served: Served, b
     """Each layer's keys and values stand in the pages of its own group, seen as blocks of its own size."""
     got = np.asarray(served.cache.buffers[buffer])
     expected = np.full_like(got, np.nan)
-    for layer, (index, of_layer) in enumerate(LAYOUT.layers):
+    for layer, (index, of_layer) in enumerate(LAYOUT.paged_places):
         if of_layer == buffer:
             group = LAYOUT.groups[index]
             pages = expected.reshape(len(got), 2, group.block_size, group.spec.num_kv_heads, HEAD_DIM)

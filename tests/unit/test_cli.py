@@ -1,6 +1,7 @@
 """The command line: its options are the config's fields, and mistakes are one line."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 
@@ -69,3 +70,13 @@ def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "jaxpage", "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert "generate" in done.stdout
+
+
+def test_what_can_be_served_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "Qwen3ForCausalLM" in found["families"]["llama"]
+    assert {"safetensors", "gguf"} <= found["formats"].keys()
+    assert "smollm2-135m" in found["packaged"]
+    assert main(["models"]) == 0
+    assert "Qwen3ForCausalLM" in capsys.readouterr().out

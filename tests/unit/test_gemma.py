@@ -1,5 +1,6 @@
 """Gemma's config: which layers slide, which settings are refused. Its logits are in `golden/`."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,8 +9,8 @@ import pytest
 
 from jaxpage.models.families import gemma
 from jaxpage.models.families.hf_config import UnsupportedModelError
-from jaxpage.models.registry import model_for
-from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.models.registry import resolve_family
+from jaxpage.ops.state_spec import KVSpec
 
 GEMMA2: dict[str, Any] = {
     "architectures": ["Gemma2ForCausalLM"],
@@ -43,8 +44,8 @@ def test_a_pattern_or_layer_types_say_which_layers_slide() -> None:
 
 def test_kv_specs_carry_the_windows() -> None:
     cfg = gemma.config_from_hf(GEMMA2)
-    full, sliding = KVSpec(2, 16), KVSpec(2, 16, window=32)
-    assert gemma.kv_specs(cfg) == [sliding, full, sliding, full]
+    full, sliding = KVSpec(2, 16, num_heads=4), KVSpec(2, 16, window=32, num_heads=4)
+    assert gemma.kv_specs(cfg) == ((sliding,), (full,), (sliding,), (full,))
 
 
 REFUSED = {
@@ -67,8 +68,9 @@ def test_what_is_not_supported_is_refused_by_name(words: str) -> None:
 
 
 def test_multimodal_gemma_is_refused_by_name() -> None:
+    checkpoint: Any = SimpleNamespace(config={"architectures": ["Gemma3ForConditionalGeneration"]})
     with pytest.raises(UnsupportedModelError, match="Gemma3ForConditionalGeneration"):
-        model_for("Gemma3ForConditionalGeneration")
+        resolve_family(checkpoint)
 
 
 def test_embeddings_are_scaled_by_the_root_of_their_size_in_the_weights_type() -> None:

@@ -13,6 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from jaxpage.errors import ModelLoadError
+from jaxpage.models.checkpoints import gguf as gguf_checkpoint
 from jaxpage.models.checkpoints.gguf import GgufCheckpoint
 from jaxpage.models.checkpoints.gguf_metadata import read_gguf_header
 from jaxpage.models.checkpoints.open import open_checkpoint
@@ -122,6 +123,43 @@ def test_llama_query_and_key_rows_come_back_in_their_order(tmp_path: Path, kind:
         np.testing.assert_array_equal(checkpoint.read(f"{name}.weight", weight.shape).astype(np.float32), expected)
         np.testing.assert_array_equal(checkpoint.read(f"{name}.bias", weight.shape[:1]), weight[:, 0])
     assert checkpoint.config["attention_bias"]
+
+
+PARTS = [(slice(3, 9),), (slice(0, 0),), (slice(5, 6), slice(32, 64)), (slice(None), slice(7, 41))]
+"""Rows, none, one row's block, and columns that share their first and last block with others."""
+
+
+@pytest.mark.parametrize("index", PARTS, ids=str)
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0, Kind.Q4_0])
+def test_a_part_of_a_tensor_is_that_part_of_the_whole(tmp_path: Path, kind: Kind, index: tuple[slice, ...]) -> None:
+    values = rng().normal(size=(HEADS * HEAD_DIM, 96)).astype(np.float32)
+    raw = gguf.quantize(values, kind)
+    names = {"self_attn.q_proj": "attn_q", "mlp.up_proj": "ffn_up"}  # Llama's queries are stored in another order
+    tensors: dict[str, np.ndarray | tuple[np.ndarray, Kind]] = {
+        f"blk.0.{it}.weight": (raw, kind) for it in names.values()
+    }
+    checkpoint = GgufCheckpoint(write(tmp_path / "m.gguf", tensors=tensors))
+    for name in names:
+        name = f"model.layers.0.{name}.weight"
+        whole = checkpoint.read(name, values.shape)
+        np.testing.assert_array_equal(checkpoint.read(name, values.shape, index), whole[index])
+
+
+@pytest.mark.parametrize("columns", [slice(None), slice(64, 96)], ids=str)
+def test_only_the_blocks_of_a_part_are_dequantized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: slice
+) -> None:
+    raw = gguf.quantize(rng().normal(size=(12, 128)).astype(np.float32), Kind.Q8_0)
+    checkpoint = GgufCheckpoint(write(tmp_path / "m.gguf", tensors={"blk.0.ffn_up.weight": (raw, Kind.Q8_0)}))
+    sizes, dequantize = [], gguf_checkpoint._dequantize
+
+    def counted(rows: np.ndarray, ggml_type: int) -> np.ndarray:
+        sizes.append(rows.size)
+        return dequantize(rows, ggml_type)
+
+    monkeypatch.setattr(gguf_checkpoint, "_dequantize", counted)
+    part = checkpoint.read("model.layers.0.mlp.up_proj.weight", (12, 128), (slice(4, 7), columns))
+    assert sizes == [part.size // 32 * 34]
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3", "gemma3"])

@@ -172,7 +172,7 @@ def test_importing_jaxpage_loads_no_jax_and_no_transformers_and_sets_no_environm
     assert run_python(code) == "[] True\n"
 
 
-def test_jit_appears_only_in_the_file_of_the_compiled_programs() -> None:
+def test_jit_appears_only_where_programs_are_compiled() -> None:
     users = set()
     for file in (file for folder in PACKAGES for file in sources(folder)):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
@@ -183,7 +183,7 @@ def test_jit_appears_only_in_the_file_of_the_compiled_programs() -> None:
                     if word.split(".")[-1] in {"jit", "pjit"}:
                         users.add(name_of(file))
     # In models it has alike layers traced once, inside a program; it makes none.
-    assert users == {"jaxpage/runner/step.py", "models/families/layers.py"}
+    assert users == {"jaxpage/runner/programs/program.py", "models/run_layers.py"}
 
 
 def test_one_file_imports_jax_triton() -> None:

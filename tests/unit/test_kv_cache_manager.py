@@ -5,7 +5,7 @@ from kv_caches import CHUNK, FULL, HALF, WINDOW, begin, compute, grow, keys_of, 
 
 from jaxpage.kv_cache.block_pool import NULL_BLOCK_ID
 from jaxpage.kv_cache.manager import PrefixHit
-from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.ops.state_spec import KVSpec
 
 # Growing.
 

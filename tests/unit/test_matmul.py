@@ -1,11 +1,14 @@
 """Products with weights equal numpy's in both operand orders, with any number of output axes."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
 
 from jaxpage.ops import matmul
-from jaxpage.ops.matmul import linear
+from jaxpage.ops.matmul import embed_rows, linear
 
 IN = 48
 
@@ -50,3 +53,21 @@ def test_a_float32_result_of_bfloat16_is_not_rounded(num_tokens: int) -> None:
     got = linear(x, weight, out_dtype="float32")
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, x.astype(np.float64) @ weight.astype(np.float64).T, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [4, 64])
+def test_an_array_is_multiplied_and_looked_up_as_if_there_were_no_other_kind_of_weight(num_tokens: int) -> None:
+    x, weight, _ = case(num_tokens, (40,))
+    tokens = np.arange(num_tokens) % 40
+
+    def linear_alone(x: jax.Array, weight: jax.Array) -> jax.Array:
+        on_cpu, elsewhere = (partial(it, out_dtype=x.dtype) for it in (matmul._linear_cpu, matmul._linear))
+        y: jax.Array = jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=elsewhere)
+        return y
+
+    def text(function: Callable[..., jax.Array], *args: np.ndarray) -> str:
+        named = lambda *args: function(*args)  # noqa: E731 - the program's name is the function's
+        return jax.jit(named).lower(*args).as_text()
+
+    assert text(linear, x, weight) == text(linear_alone, x, weight)
+    assert text(embed_rows, weight, tokens) == text(lambda weight, tokens: weight[tokens], weight, tokens)

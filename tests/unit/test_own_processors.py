@@ -8,7 +8,7 @@ import pytest
 
 from jaxpage import LLM, ConfigError, RequestError, SamplingParams
 from jaxpage.engine.loops import LOOPS
-from jaxpage.runner.logits_processors import load_processors
+from jaxpage.runner.programs.logits_processors import load_processors
 from jaxpage.scheduler.scheduler import Scheduler
 
 

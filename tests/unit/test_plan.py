@@ -6,20 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpage.ops.kv_spec import KVGroup, KVLayout, KVSpec
 from jaxpage.ops.sampling.token_rules import ANY_TOKEN
+from jaxpage.ops.state_spec import KVGroup, KVLayout, KVSpec, PagedPlace
 from jaxpage.requests.request import Request
-from jaxpage.runner.plan import (
-    AdmittedRow,
-    admission_size,
-    pack_admission,
-    pack_edits,
-    pack_forks,
-    pack_rules,
-    rules_layout,
-    unpack_admission,
-    unpack_forks,
-)
+from jaxpage.runner.programs.admit import AdmittedRow, admission_size, pack_admission, unpack_admission
+from jaxpage.runner.programs.edit import pack_edits
+from jaxpage.runner.programs.fork import pack_forks, unpack_forks
+from jaxpage.runner.programs.rules import pack_rules
+from jaxpage.runner.state import rules_layout
 from jaxpage.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -27,7 +21,7 @@ from jaxpage.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from jaxpage.scheduler.scheduler import AdmittedRequest, RowFork, SchedulerOutput
+from jaxpage.scheduler.step_plan import AdmittedRequest, RowFork, SchedulerOutput
 
 NOWHERE = np.iinfo(np.int32).max
 CAPACITY = 13
@@ -37,7 +31,7 @@ def layout_of(*block_sizes: int) -> KVLayout:
     """A layer for each group; larger blocks keep as much less per token."""
     largest = max(block_sizes)
     groups = tuple(KVGroup(KVSpec(largest // size, 8), size) for size in block_sizes)
-    return KVLayout(groups, tuple((index, 0) for index in range(len(groups))))
+    return KVLayout(groups, tuple((PagedPlace(index, 0),) for index in range(len(groups))), min(block_sizes))
 
 
 LAYOUTS = [layout_of(4), layout_of(4, 4, 8)]
@@ -254,7 +248,8 @@ def rules_of(vocab_size: int, bad_words: list[list[int]] | None = None, **option
     """What arrives on the device, by field; `allowed` as the ids of the bits that are set."""
     params = SamplingParams(**options)  # type: ignore[arg-type]
     request = Request("r", [1], params, 0, 16, frozenset(), bad_words=bad_words or [])
-    packed, layout = pack_rules(7, request, vocab_size), rules_layout(vocab_size)
+    layout = rules_layout(vocab_size)
+    packed = pack_rules(7, request, layout)
     assert (packed.dtype, packed.shape, packed[0]) == (np.int32, (1 + layout.size,), 7)
     # Beside another row's, which must not be mixed with it.
     rules = layout.unpack(jax.numpy.stack([packed[1:] * 0, packed[1:]]))

@@ -1,21 +1,48 @@
 """Compiled programs on disk: what becomes of those that cannot be kept."""
 
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from jaxpage.runner.engine_plan import EnginePlan
 from jaxpage.runner.program_cache import ProgramCache
+from jaxpage.runner.programs.program import Piece, Program, Stage
 
-ARGUMENT = jax.ShapeDtypeStruct((2,), np.float32)
+
+class Double(Program[None]):
+    """A program without pieces."""
+
+    name = "double"
+
+    def variants(self, plan: EnginePlan) -> Sequence[None]:
+        return [None]
+
+    def stage(self, plan: EnginePlan, variant: None) -> tuple[Stage, int]:
+        return Stage.FIRST, 0
+
+    def takes(self, plan: EnginePlan, variant: None) -> Sequence[Piece]:
+        return []
+
+    changes = takes
+
+    def nothing(self, plan: EnginePlan, variant: None) -> np.ndarray:
+        return np.zeros(2, np.int32)
+
+    def function(self, plan: EnginePlan, variant: None) -> Callable[..., Any]:
+        return lambda told: ((), 2 * told)
 
 
 def store_with_a_program(folder: Path, *, must_keep: bool = False) -> ProgramCache:
-    store = ProgramCache(folder, Mesh(np.array(jax.devices()[:1]), ("tp",)), must_keep=must_keep)
-    store.get("double", 1, (ARGUMENT,), lambda: jax.jit(lambda x: 2 * x).lower(ARGUMENT).compile())
+    plan: Any = SimpleNamespace(mesh=Mesh(np.array(jax.devices()[:1]), ("tp",)), shapes={}, program_config=None)
+    store = ProgramCache(folder, plan.mesh, must_keep=must_keep)
+    store.get(Double(), plan, None)
     return store
 
 

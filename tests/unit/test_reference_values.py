@@ -7,7 +7,7 @@ from scheduling import STOP, add, ids, lens, run, sample, scheduler, step, table
 from jaxpage.kv_cache.hashing import ExtraKeys, MediaItem, block_keys
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.spec import plan_layout
-from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.ops.state_spec import KVSpec
 from jaxpage.requests.request import Request, RequestStatus
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduler.policies import Priority
@@ -135,7 +135,7 @@ def test_full_and_window_groups_share_a_3_block_hit_with_null_blocks_behind_the_
 
 @pytest.mark.parametrize("window", [1, 2, 16, 17, 18, 32, 33, 34, 64])
 def test_a_window_hit_takes_window_minus_1_tokens_of_contiguous_blocks_rounded_up(window: int) -> None:
-    manager = KVCacheManager(100, plan_layout([KVSpec(1, 8, window=window)], 16), max_step_tokens=1024)
+    manager = KVCacheManager(100, plan_layout([[KVSpec(1, 8, window=window)]], 16), max_step_tokens=1024)
     tokens = list(range(200))
     keys = block_keys(tokens, 16)
     manager.admit("a", manager.match(keys, 200))

@@ -8,21 +8,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jaxpage import LLM
 from jaxpage.config import EngineConfig, SizedConfig
 from jaxpage.engine.gpu_memory import POOL_SHARE, share_for_engine, share_of_jax
 from jaxpage.errors import ConfigError
-from jaxpage.kv_cache.spec import plan_layout
-from jaxpage.models.checkpoints.open import open_for_compiling
-from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.kv_cache.spec import block_bytes, plan_layout
+from jaxpage.ops.state_spec import KVSpec
 from jaxpage.runner.devices import make_mesh
 from jaxpage.runner.engine_plan import plan_engine
-from jaxpage.runner.resolve import Memory, block_bytes, max_blocks, resolve_num_blocks, resolve_sizes
+from jaxpage.runner.model import model_to_compile
+from jaxpage.runner.resolve import Memory, max_blocks, resolve_num_blocks, resolve_sizes
 
-LAYOUT = plan_layout([KVSpec(num_kv_heads=8, head_dim=128)] * 32, 16)
+LAYOUT = plan_layout([[KVSpec(num_kv_heads=8, head_dim=128)]] * 32, 16)
 BLOCK = 2 * 2**20
 """Bytes of one of `LAYOUT` in bfloat16."""
 GIB = 2**30
@@ -67,9 +66,8 @@ def blocks(memory: Memory, platform: str, **options: Any) -> int:
 
 
 def test_a_block_is_counted_in_all_layers_and_divided_among_devices() -> None:
-    bfloat16 = np.dtype("float16")  # as wide
-    assert block_bytes(LAYOUT, bfloat16, 1) == BLOCK
-    assert block_bytes(LAYOUT, bfloat16, 8) == BLOCK // 8
+    assert block_bytes(LAYOUT, 2, 1) == BLOCK
+    assert block_bytes(LAYOUT, 2, 8) == BLOCK // 8
 
 
 def test_on_a_gpu_the_cache_gets_all_that_nothing_else_needs(caplog: pytest.LogCaptureFixture) -> None:
@@ -99,7 +97,7 @@ def test_positions_of_a_pool_are_counted_in_32_bits() -> None:
     assert 2 * max_blocks(LAYOUT) * LAYOUT.block_size <= 2**31
     config = EngineConfig(num_blocks=max_blocks(LAYOUT) + 1)
     with pytest.raises(ConfigError, match=f"--num-blocks is {config.num_blocks}: of 16 tokens, there may be"):
-        plan_engine(config, open_for_compiling("smollm2-135m"), make_mesh(config), lambda _: 10**18)
+        plan_engine(config, model_to_compile(config, make_mesh(config)), lambda _: 10**18)
 
 
 def test_an_engine_process_has_its_share_of_a_gpu_unless_the_user_says_how_much(

@@ -17,20 +17,21 @@ from jaxpage.bench.roofline import floor_of, show
 from jaxpage.config import EngineConfig
 from jaxpage.models.checkpoints.weightless import ConfigOnly
 from jaxpage.runner.engine_plan import EnginePlan, plan_engine
+from jaxpage.runner.model import model_of_checkpoint
 
 WITHOUT_EMBEDDINGS = 8_030_261_248 - 128256 * 4096  # of its parameters
 
 
-def engine_plan(folder: Path, hf: dict[str, Any]) -> EnginePlan:
+def plan_of(folder: Path, hf: dict[str, Any]) -> EnginePlan:
     (folder / "config.json").write_text(json.dumps(hf))
     config = EngineConfig(dtype="bfloat16", num_blocks=1024)
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
-    return plan_engine(config, ConfigOnly(folder), mesh, lambda _: 2**40)
+    return plan_engine(config, model_of_checkpoint(config, ConfigOnly(folder), mesh), lambda _: 2**40)
 
 
 @pytest.mark.parametrize("batch", [1, 256])
 def test_the_least_is_the_weights_and_the_kv_of_the_rows(tmp_path: Path, batch: int) -> None:
-    floor = floor_of(engine_plan(tmp_path, LLAMA_8B), batch, 1024)
+    floor = floor_of(plan_of(tmp_path, LLAMA_8B), batch, 1024)
     assert floor.weight_bytes == 2 * WITHOUT_EMBEDDINGS
     assert floor.kv_bytes == batch * 32 * 2 * 8 * 128 * 2 * (1024 + 1)  # read, and one position written
     assert floor.flops == batch * (2 * WITHOUT_EMBEDDINGS + 32 * 4 * 4096 * 1024)
@@ -38,11 +39,11 @@ def test_the_least_is_the_weights_and_the_kv_of_the_rows(tmp_path: Path, batch: 
 
 def test_layers_with_a_window_read_no_more_than_it(tmp_path: Path) -> None:
     sliding = LLAMA_8B | {"architectures": ["MistralForCausalLM"], "sliding_window": 100}
-    assert floor_of(engine_plan(tmp_path, sliding), 1, 1024).kv_bytes == 32 * 2 * 8 * 128 * 2 * 101
+    assert floor_of(plan_of(tmp_path, sliding), 1, 1024).kv_bytes == 32 * 2 * 8 * 128 * 2 * 101
 
 
 def test_memory_bounds_a_small_batch_on_an_h200_and_products_a_large_one(tmp_path: Path) -> None:
-    it = engine_plan(tmp_path, LLAMA_8B)
+    it = plan_of(tmp_path, LLAMA_8B)
     small, large = floor_of(it, 1, 128), floor_of(it, 4096, 1)
     assert small.milliseconds(TARGETS["h200"]) == pytest.approx(1e3 * small.num_bytes / 4.8e12)
     assert large.milliseconds(TARGETS["h200"]) == pytest.approx(1e3 * large.flops / 989e12)

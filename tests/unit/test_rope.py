@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpage.models.families.hf_config import UnsupportedModelError, rope_from_hf
-from jaxpage.models.registry import model_for
+from jaxpage.models.registry import FAMILIES
 from jaxpage.ops.rope import RopeConfig, apply_rope, inverse_frequencies, rope_cos_sin
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
@@ -21,7 +21,7 @@ GOLDEN = np.load(Path(tiny.__file__).with_name("tiny_logits.npz"))
 
 def rope_of(name: str) -> RopeConfig:
     config = tiny.TINY[name]
-    return model_for(config["architectures"][0]).config_from_hf(config).rope
+    return FAMILIES[config["architectures"][0]].config_from_hf(config).rope
 
 
 @pytest.mark.parametrize("name", tiny.TINY)

@@ -15,9 +15,9 @@ import tiny
 from jaxpage.config import EngineConfig
 from jaxpage.engine.core import EngineCore
 from jaxpage.requests.request import Request
-from jaxpage.runner.step import trace_counts
+from jaxpage.runner.programs.program import trace_counts
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.scheduler.scheduler import SchedulerOutput
+from jaxpage.scheduler.step_plan import SchedulerOutput
 from jaxpage.wire import AddRequest, SequenceOutput, TokenOutput, sequence_id
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -158,16 +158,16 @@ def test_programs_that_run_with_nothing_in_them_change_nothing(folder: Path, spe
         return jax.device_put(numbers.astype(array.dtype), array.sharding)
 
     def everything() -> dict[str, np.ndarray]:
-        leaves = jax.tree_util.tree_leaves_with_path((batch.state, batch._kv_cache))
-        return {name: np.array(leaf) for path, leaf in leaves if "hidden" not in (name := jax.tree_util.keystr(path))}
+        leaves = jax.tree_util.tree_leaves_with_path((batch["state"], batch["kv_cache"]))
+        return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in leaves}
 
-    places = batch.state.places
-    state, batch._kv_cache = jax.tree.map(fill, (batch.state, batch._kv_cache))
-    batch.state = dataclasses.replace(state, places=places)
+    places = batch["state"].places
+    state, kv_cache = jax.tree.map(fill, (batch["state"], batch["kv_cache"]))
+    batch._pieces |= {"state": dataclasses.replace(state, places=places), "kv_cache": kv_cache}
     before = everything()
     assert len(before) > 20
-    assert {program for program, *_ in runner._programs.rehearsal()} == {
-        *("admit", "step", "edit", "fork", "rules", "score", "score_rows", "pool")
+    assert {name for name, _ in runner._programs.rehearsal()} == {
+        *("step", "sample", "admit", "edit", "fork", "rules", "score", "score_rows", "pool")
     }
     runner._rehearse()
     for name, array in everything().items():
@@ -422,11 +422,11 @@ def test_what_runs_in_a_quiet_moment_changes_nothing(folder: Path, varied_alone:
         engine.step()
     runner._rehearses = True  # as on a GPU
     batch = runner._batch
-    before = [np.asarray(buffer) for buffer in batch._kv_cache.buffers], np.asarray(batch.state.token_ids)
+    before = [np.asarray(buffer) for buffer in batch["kv_cache"].buffers], np.asarray(batch["state"].token_ids)
     assert runner._programs.has_unrehearsed
     assert not engine.use_quiet_moment()  # all programs are there
     assert not runner._programs.has_unrehearsed
-    after = [np.asarray(buffer) for buffer in batch._kv_cache.buffers], np.asarray(batch.state.token_ids)
+    after = [np.asarray(buffer) for buffer in batch["kv_cache"].buffers], np.asarray(batch["state"].token_ids)
     jax.tree.map(np.testing.assert_array_equal, before, after)
     tokens, _ = serve(engine, varied())
     assert tokens == varied_alone

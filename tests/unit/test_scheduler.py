@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from scheduling import STOP, add, ids, lens, run, scheduler, step, steps_while, table
 
-from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.ops.state_spec import KVSpec
 from jaxpage.requests.request import Request, RequestStatus
 from jaxpage.scheduler.scheduler import Scheduler
 from jaxpage.wire import TokenOutput

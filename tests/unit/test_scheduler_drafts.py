@@ -4,7 +4,8 @@ import pytest
 from scheduling import STOP, add, lens, scheduler, table
 
 from jaxpage.requests.request import Request
-from jaxpage.scheduler.scheduler import Scheduler, SchedulerOutput
+from jaxpage.scheduler.scheduler import Scheduler
+from jaxpage.scheduler.step_plan import SchedulerOutput
 from jaxpage.wire import TokenLogprobs, TokenOutput
 
 MAX_DRAFTS = 3

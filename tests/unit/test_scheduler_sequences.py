@@ -5,7 +5,7 @@ from scheduling import STOP, add, add_search, alternatives, ids, lens, run, samp
 
 from jaxpage.requests.request import RequestStatus
 from jaxpage.scheduler.policies import Priority
-from jaxpage.scheduler.scheduler import RowFork
+from jaxpage.scheduler.step_plan import RowFork
 from jaxpage.wire import BeamOutput, TokenLogprobs, TokenOutput
 
 # Forks.

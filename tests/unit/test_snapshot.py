@@ -6,7 +6,7 @@ from jaxpage.kv_cache.hashing import block_keys
 from jaxpage.kv_cache.manager import KVCacheManager
 from jaxpage.kv_cache.snapshot import take_snapshot
 from jaxpage.kv_cache.spec import plan_layout
-from jaxpage.ops.kv_spec import KVSpec
+from jaxpage.ops.state_spec import KVSpec
 from jaxpage.requests.request import Request
 from jaxpage.sampling_params import SamplingParams
 
@@ -26,7 +26,7 @@ def running(manager: KVCacheManager, request_id: str, num_tokens: int) -> Reques
 
 def test_an_unused_cache_shows_its_size_and_its_groups() -> None:
     specs = [KVSpec(2, 8, window=20)] * 4 + [KVSpec(2, 8)] * 2 + [KVSpec(2, 4, chunk=32)] * 2
-    assert take_snapshot(KVCacheManager(9, plan_layout(specs, 16), max_step_tokens=64), []) == {
+    assert take_snapshot(KVCacheManager(9, plan_layout([[spec] for spec in specs], 16), max_step_tokens=64), []) == {
         "null_block_id": 0,
         "num_blocks": 8,
         "num_used": 0,
@@ -46,7 +46,7 @@ def test_an_unused_cache_shows_its_size_and_its_groups() -> None:
 
 
 def test_running_requests_show_their_tables_and_what_they_found() -> None:
-    manager = KVCacheManager(9, plan_layout([KVSpec(1, 8)], 4), max_step_tokens=64)
+    manager = KVCacheManager(9, plan_layout([[KVSpec(1, 8)]], 4), max_step_tokens=64)
     first, second = running(manager, "a", 10), running(manager, "b", 6)
     snapshot = take_snapshot(manager, [first, second])
     assert snapshot["requests"] == [
@@ -70,7 +70,7 @@ def test_running_requests_show_their_tables_and_what_they_found() -> None:
 
 
 def test_blocks_that_are_free_and_can_be_found_are_cached_and_not_used() -> None:
-    manager = KVCacheManager(9, plan_layout([KVSpec(1, 8)], 4), max_step_tokens=64)
+    manager = KVCacheManager(9, plan_layout([[KVSpec(1, 8)]], 4), max_step_tokens=64)
     running(manager, "a", 10)
     manager.free("a")
     snapshot = take_snapshot(manager, [])
@@ -78,7 +78,7 @@ def test_blocks_that_are_free_and_can_be_found_are_cached_and_not_used() -> None
 
 
 def test_a_window_shows_the_null_block_where_it_has_given_up() -> None:
-    manager = KVCacheManager(9, plan_layout([KVSpec(1, 8, window=4)], 4), max_step_tokens=4)
+    manager = KVCacheManager(9, plan_layout([[KVSpec(1, 8, window=4)]], 4), max_step_tokens=4)
     request = running(manager, "a", 12)
     assert manager.grow("a", 12, 13) is not None
     (table,) = take_snapshot(manager, [request])["requests"][0]["block_tables"]
@@ -86,7 +86,7 @@ def test_a_window_shows_the_null_block_where_it_has_given_up() -> None:
 
 
 def test_a_snapshot_is_json_and_stays_as_it_was() -> None:
-    manager = KVCacheManager(9, plan_layout([KVSpec(1, 8)], 4), max_step_tokens=64)
+    manager = KVCacheManager(9, plan_layout([[KVSpec(1, 8)]], 4), max_step_tokens=64)
     request = running(manager, "a", 6)
     snapshot = take_snapshot(manager, [request])
     written = json.dumps(snapshot)
@@ -96,7 +96,7 @@ def test_a_snapshot_is_json_and_stays_as_it_was() -> None:
 
 
 def test_a_request_that_has_not_been_admitted_yet_shows_no_cached_tokens() -> None:
-    manager = KVCacheManager(9, plan_layout([KVSpec(1, 8)], 4), max_step_tokens=64)
+    manager = KVCacheManager(9, plan_layout([[KVSpec(1, 8)]], 4), max_step_tokens=64)
     waiting = Request("a", [1, 2], SamplingParams(), 0, 16, frozenset())
     (shown,) = take_snapshot(manager, [waiting])["requests"]
     assert (shown["num_cached_tokens"], shown["block_tables"]) == (0, [[]])

@@ -1,7 +1,9 @@
 """The fork and edit programs on a small device state: what they are told changes, and padding changes nothing."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +12,17 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpage.kv_cache.manager import BlockCopy
-from jaxpage.ops.attention.paged import KVCache
-from jaxpage.ops.kv_spec import KVGroup, KVLayout, KVSpec
-from jaxpage.runner.plan import pack_edits, pack_forks
+from jaxpage.ops.attention.paged import KVCache, Target
+from jaxpage.ops.state_spec import KVGroup, KVLayout, KVSpec, PagedPlace
+from jaxpage.runner.programs.edit import edited, pack_edits
+from jaxpage.runner.programs.fork import FORK, pack_forks
 from jaxpage.runner.state import BatchState, empty_kv_cache, empty_state
-from jaxpage.runner.step import compile_edit, compile_fork
-from jaxpage.scheduler.scheduler import RowFork, SchedulerOutput
+from jaxpage.scheduler.step_plan import RowFork, SchedulerOutput
 from jaxpage.speculative.drafts import DraftState
 
 NUM_ROWS, MAX_MODEL_LEN, NUM_BLOCKS = 5, 20, 9
 FULL, WINDOW = KVGroup(KVSpec(2, 4), 4), KVGroup(KVSpec(1, 4, window=6), 8)
-LAYOUT = KVLayout((FULL, WINDOW), ((0, 0), (1, 0), (0, 1)))
+LAYOUT = KVLayout((FULL, WINDOW), tuple((PagedPlace(*place),) for place in ((0, 0), (1, 0), (0, 1))), 4)
 Arrays = dict[str, np.ndarray]
 
 
@@ -45,7 +47,6 @@ def random_device_state() -> tuple[KVCache, BatchState]:
         empty_state(
             *(NUM_ROWS, MAX_MODEL_LEN, 2, FULL.block_size, 4),
             rules_size=70,
-            hidden=jnp.zeros((6, 8)),
             drafts=True,
         ),
     )
@@ -58,18 +59,23 @@ def packed(row_forks: Sequence[RowFork], copies: Sequence[BlockCopy]) -> np.ndar
     return pack_forks(SchedulerOutput(list(row_forks), list(copies), [], [], [], [], []), NUM_ROWS, 2)
 
 
+Program = Callable[[KVCache, BatchState, np.ndarray], tuple[tuple[KVCache, BatchState], None]]
+
+
 @pytest.fixture(scope="module")
-def program() -> jax.stages.Compiled:
-    return compile_fork(*random_device_state(), packed([], []))
+def program() -> Program:
+    plan: Any = SimpleNamespace(target=Target())
+    return jax.jit(FORK.function(plan, None))
 
 
 def fork(
-    program: jax.stages.Compiled, row_forks: Sequence[RowFork] = (), copies: Sequence[BlockCopy] = ()
+    program: Program, row_forks: Sequence[RowFork] = (), copies: Sequence[BlockCopy] = ()
 ) -> tuple[Arrays, Arrays]:
     """Everything before and after."""
     kv_cache, state = random_device_state()
     before = arrays_of(kv_cache, state)
-    return before, arrays_of(*program(kv_cache, state, packed(row_forks, copies)))
+    changed, _ = program(kv_cache, state, packed(row_forks, copies))
+    return before, arrays_of(*changed)
 
 
 def by_row(name: str, array: np.ndarray) -> np.ndarray:
@@ -89,13 +95,13 @@ def by_row(name: str, array: np.ndarray) -> np.ndarray:
     ids=["swap", "cycle", "one_to_all", "shift", "last_row", "itself"],
 )
 def test_rows_are_forked_all_at_once_and_only_their_last_token_is_replaced(
-    program: jax.stages.Compiled, sources: dict[int, int]
+    program: Program, sources: dict[int, int]
 ) -> None:
     forks = [RowFork(source, target, 1000 + target) for target, source in sources.items()]
     before, after = fork(program, forks)
     for name, old in before.items():
         expected = old.copy()
-        if not name.startswith("buffer") and name not in ("places", "hidden"):
+        if not name.startswith("buffer") and name not in ("places",):
             for target, source in sources.items():
                 by_row(name, expected)[target] = by_row(name, old)[source]
                 if name == "token_ids":
@@ -103,7 +109,7 @@ def test_rows_are_forked_all_at_once_and_only_their_last_token_is_replaced(
         np.testing.assert_array_equal(after[name], expected, err_msg=name)
 
 
-def test_blocks_are_copied_in_every_buffer(program: jax.stages.Compiled) -> None:
+def test_blocks_are_copied_in_every_buffer(program: Program) -> None:
     """The second copy writes what the first one read: a block may be given back and taken again before the step."""
     before, after = fork(program, copies=[(3, 4), (5, 3), (1, 2)])
     for name, old in before.items():
@@ -113,13 +119,13 @@ def test_blocks_are_copied_in_every_buffer(program: jax.stages.Compiled) -> None
         np.testing.assert_array_equal(after[name], expected, err_msg=name)
 
 
-def test_nothing_to_fork_changes_nothing(program: jax.stages.Compiled) -> None:
+def test_nothing_to_fork_changes_nothing(program: Program) -> None:
     before, after = fork(program)
     for name, old in before.items():
         np.testing.assert_array_equal(after[name], old, err_msg=name)
 
 
-def test_as_many_forks_and_copies_as_fit_are_made(program: jax.stages.Compiled) -> None:
+def test_as_many_forks_and_copies_as_fit_are_made(program: Program) -> None:
     """Each row forked, and a copy for each row and group."""
     forks = [RowFork((row + 1) % NUM_ROWS, row, row) for row in range(NUM_ROWS)]
     copies = [(1, target) for _ in range(NUM_ROWS) for target in (7, 8)]
@@ -136,7 +142,7 @@ def test_edits_change_block_tables_and_places_at_their_addresses_only() -> None:
     others = arrays_of(*random_device_state())
     addresses = [0, tables.size - 1, tables.size, tables.size + places.size - 1]
     edits = pack_edits(np.array([addresses, [101, 102, 103, 104]], np.int32), 9)
-    after = arrays_of(random_device_state()[0], compile_edit(state, edits)(state, edits))
+    after = arrays_of(random_device_state()[0], jax.jit(edited)(state, edits))
     tables.reshape(-1)[[0, -1]] = 101, 102
     places.reshape(-1)[[0, -1]] = 103, 104
     for name, array in after.items():

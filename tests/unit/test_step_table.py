@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpage.runner.step_table import StepTable
-from jaxpage.scheduler.scheduler import SchedulerOutput
+from jaxpage.scheduler.step_plan import SchedulerOutput
 
 NUM_ROWS, NUM_GROUPS, WIDTH = 12, 2, 5
 NUM_TABLE_ENTRIES = NUM_GROUPS * NUM_ROWS * WIDTH

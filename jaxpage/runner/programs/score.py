@@ -12,15 +12,88 @@ import jax
 import msgspec
 import numpy as np
 
+from jaxpage.models.weights import Params
 from jaxpage.ops.sampling.sampling import TokenLogprobs as DeviceLogprobs
+from jaxpage.ops.sampling.sampling import logprobs_at
 from jaxpage.requests.request import Request
 from jaxpage.runner.devices import send_back
+from jaxpage.runner.engine_plan import EnginePlan
+from jaxpage.runner.program_config import NUM_SCORED_TOKENS
+from jaxpage.runner.programs.program import Piece, Program, Stage
 from jaxpage.runner.step_table import Ints
-from jaxpage.scheduler.scheduler import PromptLogprobs, PromptPiece, SchedulerOutput
+from jaxpage.scheduler.step_plan import PromptLogprobs, PromptPiece, SchedulerOutput
 from jaxpage.wire import TokenLogprobs
 
-NUM_SCORED_TOKENS, NUM_SCORED_ROWS = 64, 4
+NUM_SCORED_ROWS = 4
 """Tokens that a program scores at a time; whole vocabularies are large."""
+
+
+class _Scoring(Program[None]):
+    """What both have in common: (params, hidden, which tokens) -> log-probabilities."""
+
+    num_scored: int
+    """Tokens at a time."""
+
+    def variants(self, plan: EnginePlan) -> Sequence[None]:
+        return [None]
+
+    def stage(self, plan: EnginePlan, variant: None) -> tuple[Stage, int]:
+        return Stage.SOON, 1
+
+    def takes(self, plan: EnginePlan, variant: None) -> Sequence[Piece]:
+        return ["params", "hidden"]
+
+    def changes(self, plan: EnginePlan, variant: None) -> Sequence[Piece]:
+        return []
+
+    def products(self, plan: EnginePlan, variant: None) -> tuple[int, Any]:
+        return self.num_scored, plan.shapes["params"]
+
+
+class Score(_Scoring):
+    """Of some tokens of the last step: log-probabilities of what follows each.
+
+    Its input, [2, NUM_SCORED_TOKENS] int32: whose hidden state is looked at, and which token follows it.
+    """
+
+    name = "score"
+    num_scored = NUM_SCORED_TOKENS
+
+    def nothing(self, plan: EnginePlan, variant: None) -> np.ndarray:
+        return np.zeros((2, NUM_SCORED_TOKENS), np.int32)
+
+    def function(self, plan: EnginePlan, variant: None) -> Callable[..., Any]:
+        model, num_logprobs = plan.model, plan.program_config.num_logprobs
+
+        def score(params: Params, hidden: dict[str, jax.Array], packed: jax.Array) -> tuple[tuple[()], DeviceLogprobs]:
+            index, following = packed
+            return (), logprobs_at(model.logits(params, hidden["last"][index]), following, num_logprobs)
+
+        return score
+
+
+class ScoreRows(_Scoring):
+    """Of fewer tokens: log-probabilities of the whole vocabulary, [NUM_SCORED_ROWS, vocab] float32.
+
+    Its input, [NUM_SCORED_ROWS] int32: whose hidden state is looked at.
+    """
+
+    name = "score_rows"
+    num_scored = NUM_SCORED_ROWS
+
+    def nothing(self, plan: EnginePlan, variant: None) -> np.ndarray:
+        return np.zeros(NUM_SCORED_ROWS, np.int32)
+
+    def function(self, plan: EnginePlan, variant: None) -> Callable[..., Any]:
+        model = plan.model
+
+        def score_rows(params: Params, hidden: dict[str, jax.Array], packed: jax.Array) -> tuple[tuple[()], jax.Array]:
+            return (), jax.nn.log_softmax(model.logits(params, hidden["last"][packed]), axis=-1)
+
+        return score_rows
+
+
+SCORE, SCORE_ROWS = Score(), ScoreRows()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +123,11 @@ class Scores:
     """`NUM_SCORED_ROWS` of `rows` each, as [NUM_SCORED_ROWS, vocab] float32."""
 
 
-Program = Callable[[np.ndarray], Any]
+Run = Callable[[np.ndarray], Any]
 """Takes what a program is told, and gives its result on the device."""
 
 
-def dispatch_scores(output: SchedulerOutput, first_tokens: Ints, *, score: Program, score_rows: Program) -> Scores:
+def dispatch_scores(output: SchedulerOutput, first_tokens: Ints, *, score: Run, score_rows: Run) -> Scores:
     """Score what a step's requests ask for. first_tokens: [requests], of each among the tokens of the step."""
     scores = Scores()
     for place, (request, query_len) in enumerate(zip(output.requests, output.query_lens, strict=True)):

@@ -1,10 +1,17 @@
-"""The second half of a step: from logits to new tokens in the batch, and drafts behind them."""
+"""The second half of a step: from logits to new tokens in the batch, and drafts behind them.
+
+With masks of tokens, or to undo it, it runs once more for some places of the newest step.
+"""
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpage.ops.attention.paged import Target
 from jaxpage.ops.sampling.processing import ProcessingState
@@ -12,16 +19,117 @@ from jaxpage.ops.sampling.sampling import (
     SamplingState,
     TokenLogprobs,
     TokenMask,
+    draw,
     sample,
     sample_greedy,
     sample_random,
     token_logprobs,
 )
 from jaxpage.requests.request import SamplerKind
-from jaxpage.runner.plan import DRAW_AGAIN, FIRST_DRAW, UNDO_DRAW, rules_layout
+from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.engine_plan import EnginePlan
 from jaxpage.runner.program_config import ProgramConfig
-from jaxpage.runner.state import BatchState
+from jaxpage.runner.programs.program import Piece, Program, Stage, jit_to_measure
+from jaxpage.runner.state import BatchState, rules_layout
 from jaxpage.speculative.drafts import count_accepted
+from jaxpage.speculative.proposer import Rows
+
+FIRST_DRAW, KEEP_DRAW, DRAW_AGAIN, UNDO_DRAW = range(4)
+"""What a place draws: as the step says; and, once it has drawn, what becomes of that token."""
+
+
+def pack_draws(num_places: int, vocab_size: int) -> np.ndarray:
+    """Every place of a step draws, without a mask. See `pack_redraws`."""
+    return np.full((num_places, 1 + -(-vocab_size // 32)), FIRST_DRAW, np.int32)
+
+
+def pack_redraws(masks: Mapping[int, np.ndarray | None], num_places: int, vocab_size: int) -> np.ndarray:
+    """What becomes of a step's tokens by place, and the mask behind it, as [places, 1 + ceil(vocab / 32)] int32.
+
+    A token is drawn again by its mask or, without one, undone. Places that are not named keep theirs.
+    """
+    packed = pack_draws(num_places, vocab_size)
+    packed[:, 0] = KEEP_DRAW
+    for place, mask in masks.items():
+        packed[place, 0] = UNDO_DRAW if mask is None else DRAW_AGAIN
+        if mask is not None:
+            packed[place, 1:] = mask
+    return packed
+
+
+class Draws(NamedTuple):
+    """What is drawn behind a step depends on no more of it than this."""
+
+    kind: SamplerKind
+    num_rows: int
+    """Of the step's bucket."""
+    num_draws: int
+    """Most tokens that each draws."""
+
+
+class Sample(Program[Draws]):
+    """(logits, state, what becomes of each place) -> state, `StepResult`. Only `SamplerKind.ANY` has an input."""
+
+    name = "sample"
+    variant_type = Draws
+
+    def variants(self, plan: EnginePlan) -> Sequence[Draws]:
+        kinds = (*self._usual_kinds(plan), SamplerKind.ANY)
+        shapes = dict.fromkeys((bucket.num_rows, plan.program_config.num_draws(bucket)) for bucket in plan.buckets)
+        return [Draws(kind, *shape) for shape in shapes for kind in kinds]
+
+    def _usual_kinds(self, plan: EnginePlan) -> tuple[SamplerKind, ...]:
+        # A GPU has a program of its own for greedy steps: the one that draws at random leaves nothing out there.
+        if plan.target.gpu is None:
+            return (SamplerKind.FILTERED,)
+        return SamplerKind.GREEDY, SamplerKind.RANDOM, SamplerKind.FILTERED
+
+    def behind(self, plan: EnginePlan, bucket: Bucket, kind: SamplerKind) -> Draws:
+        """What draws behind a step in a bucket."""
+        kinds = (*self._usual_kinds(plan), SamplerKind.ANY)
+        found = min(each for each in kinds if each >= kind)
+        return Draws(found, bucket.num_rows, plan.program_config.num_draws(bucket))
+
+    def stage(self, plan: EnginePlan, variant: Draws) -> tuple[Stage, int]:
+        shapes = [(bucket.num_rows, plan.program_config.num_draws(bucket)) for bucket in plan.buckets]
+        first = shapes.index((variant.num_rows, variant.num_draws))
+        if variant.kind is SamplerKind.ANY:  # what few requests ask for, and takes the longest to compile
+            return Stage.SOON, 2 if first else 0
+        return (Stage.REST, first) if first else (Stage.FIRST, 0)
+
+    def takes(self, plan: EnginePlan, variant: Draws) -> Sequence[Piece]:
+        return [("logits", variant.num_rows * variant.num_draws), "state"]
+
+    def changes(self, plan: EnginePlan, variant: Draws) -> Sequence[Piece]:
+        return ["state"]
+
+    def nothing(self, plan: EnginePlan, variant: Draws) -> np.ndarray | None:
+        """Every place draws, without a mask."""
+        if variant.kind is not SamplerKind.ANY:
+            return None
+        return pack_draws(variant.num_rows, plan.model.vocab_size)
+
+    def function(self, plan: EnginePlan, variant: Draws) -> Callable[..., Any]:
+        def sample_step(
+            logits: jax.Array, state: BatchState, told: jax.Array | None = None
+        ) -> tuple[tuple[BatchState], StepResult]:
+            kind, _, num_draws = variant
+            state, result = draw_tokens(logits, state, told, kind, num_draws, plan.program_config, plan.target)
+            return (state,), result
+
+        return sample_step
+
+    def title(self, variant: Draws) -> str:
+        return f"{self.name} {variant.kind.name.lower()}, {variant.num_rows} rows, {variant.num_draws} a row"
+
+
+SAMPLE = Sample()
+
+
+def compile_sampler(logits: jax.Array, sampling: SamplingState) -> jax.stages.Compiled:
+    """The sampler's draw by itself, `(logits, SamplingState) -> tokens`, as it serves where the logits lie."""
+    (device,) = logits.devices()
+    return jit_to_measure(partial(draw, branch_free=device.platform == "gpu"), logits, sampling)
 
 
 @jax.tree_util.register_dataclass
@@ -82,11 +190,13 @@ def draw_tokens(
     num_known = num_tokens + jnp.sum(kept, axis=1, dtype=jnp.int32)
     token_ids = state.token_ids.at[jnp.where(kept, rows[:, None], state.num_rows), known].set(drawn, mode="drop")
     draft_state, num_drafts = state.drafts, None
-    if draft_state is not None and config.speculative is not None:
-        with jax.named_scope("propose"):
-            draft_state, token_ids, num_drafts = draft_state.propose(
-                *(token_ids, rows, num_known, draws, config.speculative), branch_free=target.branch_free
-            )
+    if draft_state is not None and config.proposer is not None:
+        if config.proposer.reads_model:  # `programs.propose` follows
+            draft_state = draft_state.set(rows, draws, jnp.zeros_like(rows))
+        else:
+            known_rows = Rows(token_ids, rows, num_known, state.seed[rows], target.branch_free)
+            with jax.named_scope("propose"):
+                draft_state, token_ids, num_drafts = draft_state.propose(known_rows, draws, config.proposer)
     num_computed = jnp.where(is_first, step.query_lens - num_checked + num_accepted, -undone)
     updated = dataclasses.replace(
         state,
@@ -150,7 +260,7 @@ def _sampling_states(
         token_ids=state.token_ids,
         rules=state.rules,
         own=jnp.where(draws, state.own_processors[rows], 0),
-        layout=rules_layout(config.model.vocab_size),
+        layout=rules_layout(config.vocab_size),
         processors=tuple(processor.function for processor in config.processors),
     )
     return sampling, processing

@@ -3,18 +3,64 @@
 In: the hidden states that a step leaves on the device, and who asks for them. Out: sums on their way to the host.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpage.runner.devices import send_back
+from jaxpage.runner.engine_plan import EnginePlan
+from jaxpage.runner.programs.program import Piece, Program, Stage, replicated
 from jaxpage.runner.step_table import Ints
-from jaxpage.scheduler.scheduler import PooledStates, PromptPiece, SchedulerOutput
+from jaxpage.scheduler.step_plan import PooledStates, PromptPiece, SchedulerOutput
 
 NUM_POOLED = 8
 """Requests that the program sums for at a time."""
+
+
+class Pool(Program[None]):
+    """(hidden, stretches) -> the sum of each stretch of hidden states, [NUM_POOLED, embed] float32.
+
+    Its input, [2, NUM_POOLED] int32: where a stretch of tokens begins, and how long it is.
+    """
+
+    name = "pool"
+
+    def variants(self, plan: EnginePlan) -> Sequence[None]:
+        return [None]
+
+    def stage(self, plan: EnginePlan, variant: None) -> tuple[Stage, int]:
+        return Stage.SOON, 1
+
+    def takes(self, plan: EnginePlan, variant: None) -> Sequence[Piece]:
+        return ["hidden"]
+
+    def changes(self, plan: EnginePlan, variant: None) -> Sequence[Piece]:
+        return []
+
+    def nothing(self, plan: EnginePlan, variant: None) -> np.ndarray:
+        return np.zeros((2, NUM_POOLED), np.int32)
+
+    def products(self, plan: EnginePlan, variant: None) -> tuple[int, Any]:
+        hidden = plan.shapes["hidden"]["last"]
+        return NUM_POOLED, jax.ShapeDtypeStruct(hidden.shape[::-1], jnp.float32, sharding=replicated(plan))
+
+    def function(self, plan: EnginePlan, variant: None) -> Callable[..., Any]:
+        def pool(hidden: dict[str, jax.Array], packed: jax.Array) -> tuple[tuple[()], jax.Array]:
+            last, (start, length) = hidden["last"], packed[:, :, None]
+            token = jnp.arange(last.shape[0])
+            within = (token >= start) & (token < start + length)
+            # What stands outside of all stretches may be anything, and nothing times infinity is no number.
+            states = jnp.where(within.any(axis=0)[:, None], last, 0).astype(jnp.float32)
+            return (), jnp.matmul(within.astype(jnp.float32), states, precision=jax.lax.Precision.HIGHEST)
+
+        return pool
+
+
+POOL = Pool()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,98 +1,27 @@
-"""What the host tells the device: a packed int32 array per step, one per admitted request, one for a step's forks.
+"""A request in full, as it gets its row of the batch.
 
-A request that says something of single tokens takes another one with its rules.
-
-Packing (numpy) and unpacking (JAX, in the compiled program) stand side by side: a layout is read in one place.
-Every pack fills a fresh buffer: a step in flight may still read the last one.
+Packing (numpy) and unpacking (JAX, in the compiled program) stand side by side: a layout is read in one place. Every
+pack fills a fresh buffer: a step in flight may still read the last one.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.ops.kv_spec import KVLayout
-from jaxpage.ops.sampling.token_rules import RulesLayout
-from jaxpage.requests.request import Request
-from jaxpage.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from jaxpage.scheduler.scheduler import AdmittedRequest, SchedulerOutput
+from jaxpage.ops.state_spec import KVLayout
+from jaxpage.runner.engine_plan import EnginePlan
+from jaxpage.runner.programs.program import Piece, Program, Stage
+from jaxpage.runner.state import BatchState
+from jaxpage.sampling_params import MAX_STOP_TOKEN_IDS
+from jaxpage.scheduler.step_plan import AdmittedRequest
 
 _UNUSED = np.iinfo(np.int32).max
-"""An index out of every array's range: scatters with mode="drop" write nowhere."""
-
-
-NUM_EDITS = 64
-"""Edits that travel with a step; if there are more, the rest go ahead of it."""
-
-
-NO_EDITS = np.zeros((2, 0), np.int32)
-"""What most steps travel with."""
-
-
-def pack_edits(edits: np.ndarray, capacity: int) -> np.ndarray:
-    """Edits of the state (`StepTable`), [2, n] int32, padded to [2, capacity]."""
-    packed = np.full((2, capacity), _UNUSED, np.int32)
-    packed[:, : edits.shape[1]] = edits
-    return packed
-
-
-class ForkPlan(NamedTuple):
-    """What goes on as a copy of something else, before a step."""
-
-    row_forks: jax.Array  # [3, rows] int32: source row, target row, last token; maximal in padding
-    num_copies: jax.Array  # int32
-    copies: jax.Array  # [2, capacity] int32: source block, target block
-
-
-def pack_forks(output: SchedulerOutput, num_rows: int, num_groups: int) -> np.ndarray:
-    """Pack a step's row forks and block copies: each row is forked to at most once, and copies a block per group."""
-    capacity = num_rows * num_groups
-    packed = np.full(3 * num_rows + 1 + 2 * capacity, _UNUSED, np.int32)
-    forks = packed[: 3 * num_rows].reshape(3, num_rows)
-    for index, fork in enumerate(output.row_forks):
-        forks[:, index] = fork.source, fork.target, fork.token_id
-    packed[3 * num_rows] = len(output.block_copies)
-    if output.block_copies:
-        copies = packed[3 * num_rows + 1 :].reshape(2, capacity)
-        copies[:, : len(output.block_copies)] = np.asarray(output.block_copies, np.int32).T
-    return packed
-
-
-FIRST_DRAW, KEEP_DRAW, DRAW_AGAIN, UNDO_DRAW = range(4)
-"""What a place draws: as the step says; and, once it has drawn, what becomes of that token."""
-
-
-def pack_draws(num_places: int, vocab_size: int) -> np.ndarray:
-    """Every place of a step draws, without a mask. See `pack_redraws`."""
-    return np.full((num_places, 1 + -(-vocab_size // 32)), FIRST_DRAW, np.int32)
-
-
-def pack_redraws(masks: Mapping[int, np.ndarray | None], num_places: int, vocab_size: int) -> np.ndarray:
-    """What becomes of a step's tokens by place, and the mask behind it, as [places, 1 + ceil(vocab / 32)] int32.
-
-    A token is drawn again by its mask or, without one, undone. Places that are not named keep theirs.
-    """
-    packed = pack_draws(num_places, vocab_size)
-    packed[:, 0] = KEEP_DRAW
-    for place, mask in masks.items():
-        packed[place, 0] = UNDO_DRAW if mask is None else DRAW_AGAIN
-        if mask is not None:
-            packed[place, 1:] = mask
-    return packed
-
-
-def empty_forks(num_rows: int, num_groups: int) -> np.ndarray:
-    """Forks and copies of nothing."""
-    return pack_forks(SchedulerOutput([], [], [], [], [], [], []), num_rows, num_groups)
-
-
-def unpack_forks(packed: jax.Array, num_rows: int) -> ForkPlan:
-    """The inverse of `pack_forks`, in a compiled program."""
-    start = 3 * num_rows
-    return ForkPlan(packed[:start].reshape(3, num_rows), packed[start], packed[start + 1 :].reshape(2, -1))
+"""No row, and no limit."""
 
 
 @dataclass(frozen=True)
@@ -203,20 +132,58 @@ def unpack_admission(packed: jax.Array, capacity: int, num_groups: int) -> Admit
     )
 
 
-def rules_layout(vocab_size: int) -> RulesLayout:
-    """How the rules of a request about single tokens are packed: with room for all that it may have."""
-    return RulesLayout(vocab_size, MAX_LOGIT_BIAS, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
+class Admit(Program[int]):
+    """(state, request) -> state, for a request of at most so many token ids."""
+
+    name = "admit"
+    variant_type = int
+    unsettles = True
+
+    def variants(self, plan: EnginePlan) -> Sequence[int]:
+        most = plan.max_model_len
+        return sorted({min(capacity, most) for capacity in (128, 1024, most)}, reverse=True)
+
+    def stage(self, plan: EnginePlan, variant: int) -> tuple[Stage, int]:
+        return (Stage.FIRST, 0) if variant == plan.max_model_len else (Stage.SOON, 3)
+
+    def takes(self, plan: EnginePlan, variant: int) -> Sequence[Piece]:
+        return ["state"]
+
+    changes = takes
+
+    def nothing(self, plan: EnginePlan, variant: int) -> np.ndarray:
+        return empty_admission(variant, plan.layout, drafts=plan.config.max_drafts > 0)
+
+    def function(self, plan: EnginePlan, variant: int) -> Callable[..., Any]:
+        def admit(state: BatchState, packed: jax.Array) -> tuple[tuple[BatchState], None]:
+            return (_admitted(state, packed, variant),), None
+
+        return admit
+
+    def title(self, variant: int) -> str:
+        return f"{self.name} {variant}"
+
+    def choose(self, ready: Collection[int], num_tokens: int) -> int:
+        """What a request of so many known tokens is packed for."""
+        return min(capacity for capacity in ready if capacity >= num_tokens)
 
 
-def pack_rules(row: int, request: Request, vocab_size: int) -> np.ndarray:
-    """Pack a request's rules for its row, as [1 + layout.size] int32: the row goes first."""
-    params = request.params
-    rules = rules_layout(vocab_size).pack(params.allowed_token_ids, params.logit_bias, request.bad_words)
-    return np.concatenate([np.array([row], np.int32), rules])
+def _admitted(state: BatchState, packed: jax.Array, capacity: int) -> BatchState:
+    drafts = None
+    if state.drafts is not None:
+        packed, draft_end = packed[:-1], packed[-1]
+        drafts = state.drafts.admit(packed[0], draft_end)
+    new = unpack_admission(packed, capacity, state.block_tables.shape[0])
+    # Their rows are shorter than the state's; what stands behind them there belongs to nobody.
+    fields = {field.name for field in dataclasses.fields(new)} - {"row", "token_ids", "block_tables"}
+    updated = {name: getattr(state, name).at[new.row].set(getattr(new, name)) for name in fields}
+    return dataclasses.replace(
+        state,
+        token_ids=state.token_ids.at[new.row, jnp.arange(capacity)].set(new.token_ids, mode="drop"),
+        block_tables=state.block_tables.at[:, new.row, : new.block_tables.shape[1]].set(new.block_tables),
+        drafts=drafts,
+        **updated,
+    )
 
 
-def empty_rules(vocab_size: int) -> np.ndarray:
-    """Of no request: their row is out of range."""
-    packed = np.zeros(1 + rules_layout(vocab_size).size, np.int32)
-    packed[0] = _UNUSED
-    return packed
+ADMIT = Admit()

@@ -3,17 +3,15 @@
 In: import paths. Out: what the programs call, with a digest of the source for the key that they are kept under.
 """
 
-import hashlib
-import importlib
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from jaxpage.errors import ConfigError
+from jaxpage.models.sources import digest_of
+from jaxpage.models.user_code import load
 from jaxpage.ops.sampling.processing import KnownTokens, LogitsProcessor
 
 MAX_PROCESSORS = 16
@@ -28,7 +26,7 @@ class OwnProcessor:
     name: str
     """What requests call it: the function's name."""
     digest: str
-    """Of the file that it is written in."""
+    """Of the file that it is written in, of what that imports, and of what is bound to it."""
     function: LogitsProcessor = field(repr=False)
 
 
@@ -45,13 +43,7 @@ def load_processors(paths: Sequence[str], vocab_size: int) -> tuple[OwnProcessor
 
 
 def _load(path: str, vocab_size: int) -> OwnProcessor:
-    module_name, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{_OPTION} is {path!r}: it must be package.module:function ({error})") from error
-    if not callable(function):
-        raise ConfigError(f"{_OPTION} is {path!r}, which is no function")
+    function = load(path, _OPTION)
     rows, longest = 2, 8
     counts = jax.ShapeDtypeStruct((rows,), jnp.int32)
     known = KnownTokens(jax.ShapeDtypeStruct((rows, longest), jnp.int32), counts, counts)  # type: ignore[arg-type]
@@ -62,6 +54,8 @@ def _load(path: str, vocab_size: int) -> OwnProcessor:
         raise ConfigError(f"{_OPTION} is {path!r}, which JAX cannot trace: {error}") from error
     if getattr(result, "shape", None) != logits.shape:
         raise ConfigError(f"{_OPTION} is {path!r}, which must give logits of the shape that it takes, [rows, vocab]")
-    source = inspect.getsourcefile(function)
-    digest = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else path
-    return OwnProcessor(name, digest, function)
+    try:
+        digest = digest_of(function)
+    except ValueError as error:
+        raise ConfigError(f"{_OPTION} is {path!r}: {error}") from error
+    return OwnProcessor(path.partition(":")[2], digest, function)
