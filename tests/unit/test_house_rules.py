@@ -18,8 +18,8 @@ SERVER_SEES = {"async_engine", "config", "server_config", "errors", "outputs", "
 MODELS_SEE = {"errors"}
 SERVER_STARTERS = {"jaxpage/cli.py", "jaxpage/__main__.py"}
 JAX_FREE_MODULES = [
-    *("wire", "sampling_params", "outputs", "config", "errors", "server_config", "options"),
-    *("speculative/config", "speculative/acceptance", "engine/loops", "engine/process"),
+    *("wire", "sampling_params", "outputs", "config", "errors", "server_config", "options", "client"),
+    *("speculative/config", "speculative/acceptance", "engine/loops", "engine/process", "engine/links"),
 ]
 JAX_FREE_FOLDERS = ["jaxpage/scheduler", "jaxpage/requests", "jaxpage/text", "jaxpage/kv_cache", "jaxpage/structured"]
 MAX_LINES = 600
