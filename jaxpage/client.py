@@ -115,7 +115,9 @@ class Client:
         self._send(wire.Call(call_id, utility, list(args)))
 
     def take(self, message: wire.FromEngine) -> None:
-        """Take in what the engine says."""
+        """Take in what the engine says; what comes after its death is ignored."""
+        if self._death is not None:
+            return
         match message:
             case wire.Ready() as limits:
                 self._limits = limits

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import RequestError
-from jaxpage.outputs import CompletionOutput
+from jaxpage.outputs import SequenceDelta
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.server.generation import Generation
 from jaxpage.server.logprobs import Entry, ScoredTokens
@@ -28,7 +28,7 @@ from jaxpage.server.sse import data_frames, event_response, whole_response
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A choice so far, as its client knows it: what a route makes its words of."""
+    """What is new of a choice, or all of it in one piece: what a route makes its words of."""
 
     index: int
     text: str
@@ -37,27 +37,8 @@ class Choice:
     finish_reason: str | None
     stop_reason: int | str | None
     prompt_logprobs: Sequence[Entry] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """How much of a choice the client has."""
-
-    characters: int = 0
-    tokens: int = 0
-    offset: int = 0
-    """Characters of these tokens."""
-
-    def rest_of(self, choice: Choice) -> tuple[str, ScoredTokens | None]:
-        """What is new."""
-        return choice.text[self.characters :], choice.tokens and choice.tokens.after(self.tokens)
-
-    def with_all_of(self, choice: Choice) -> "Sent":
-        """Once that is sent."""
-        if choice.tokens is None:
-            return Sent(len(choice.text))
-        new = choice.tokens.after(self.tokens)
-        return Sent(len(choice.text), len(choice.tokens.texts), self.offset + sum(map(len, new.texts)))
+    is_first: bool = True
+    """Whether nothing of the choice came before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +51,9 @@ class Form:
     chunk: Callable[..., msgspec.Struct]
     """Makes a piece of a stream of the same."""
     choice: Callable[[Choice], msgspec.Struct]
-    """A finished choice."""
-    steps: Callable[[Choice, Sent | None], Iterator[msgspec.Struct]]
-    """What is new of a choice to a client that has so much of it; None: that does not know it yet."""
+    """A whole choice."""
+    steps: Callable[[Choice], Iterator[msgspec.Struct]]
+    """What is new of a choice."""
     view: Callable[[Choice], Choice] = lambda choice: choice
     """What the route shows of what was generated."""
     count: Callable[[Usage], Usage] = lambda usage: usage
@@ -101,7 +82,7 @@ async def answer(
         chunks = _chunks(generation, form, head, request.include_usage)
         return await event_response(http_request, generation, data_frames(chunks))
 
-    def reply(outputs: list[tuple[int, CompletionOutput]]) -> msgspec.Struct:
+    def reply(outputs: list[tuple[int, SequenceDelta]]) -> msgspec.Struct:
         if form.num_kept is not None:
             outputs = _best(outputs, generation.num_choices_of_each, form.num_kept)
         choices = [form.view(choice_of(generation, index, output)) for index, output in outputs]
@@ -136,8 +117,8 @@ async def start(
     return record.generation
 
 
-def choice_of(generation: Generation, index: int, output: CompletionOutput) -> Choice:
-    """A choice as it stands."""
+def choice_of(generation: Generation, index: int, output: SequenceDelta, *, is_first: bool = True) -> Choice:
+    """What the engine gave of a choice."""
     tokens = None
     if output.logprobs is not None:
         texts = [
@@ -145,15 +126,13 @@ def choice_of(generation: Generation, index: int, output: CompletionOutput) -> C
         ]
         tokens = ScoredTokens(texts, output.logprobs)
     prompt_logprobs = generation.prompt_logprobs(index)
-    return Choice(index, output.text, tokens, output.finish_reason, output.stop_reason, prompt_logprobs)
+    return Choice(index, output.text, tokens, output.finish_reason, output.stop_reason, prompt_logprobs, is_first)
 
 
-def _best(
-    outputs: list[tuple[int, CompletionOutput]], num_choices: int, num_kept: int
-) -> list[tuple[int, CompletionOutput]]:
+def _best(outputs: list[tuple[int, SequenceDelta]], num_choices: int, num_kept: int) -> list[tuple[int, SequenceDelta]]:
     """Of so many choices of each prompt the best, best first; prompts stay in order."""
 
-    def rank(found: tuple[int, CompletionOutput]) -> tuple[int, float]:
+    def rank(found: tuple[int, SequenceDelta]) -> tuple[int, float]:
         index, output = found
         assert output.cumulative_logprob is not None, "log-probabilities were asked for"
         return index // num_choices, -output.cumulative_logprob / max(len(output.token_ids), 1)
@@ -166,11 +145,11 @@ async def _chunks(
     generation: Generation, form: Form, head: dict[str, Any], include_usage: bool
 ) -> AsyncIterator[msgspec.Struct]:
     no_usage = None if include_usage else UNSET
-    sent: dict[int, Sent] = {}
+    begun: set[int] = set()
     async for index, output in generation.updates():
-        choice = form.view(choice_of(generation, index, output))
-        for step in form.steps(choice, sent.get(index)):
+        choice = form.view(choice_of(generation, index, output, is_first=index not in begun))
+        begun.add(index)
+        for step in form.steps(choice):
             yield form.chunk(**head, choices=[step], usage=no_usage)
-        sent[index] = sent.get(index, Sent()).with_all_of(choice)
     if include_usage:
         yield form.chunk(**head, choices=[], usage=form.count(generation.usage))

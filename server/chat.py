@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import RequestError
-from jaxpage.server.answer import Choice, Form, Sent, answer
+from jaxpage.server.answer import Choice, Form, answer
 from jaxpage.server.chat_protocol import (
     ChatChoice,
     ChatChunk,
@@ -54,19 +54,18 @@ def _form(conversation: Conversation, num_top: int) -> Form:
             stop_reason=choice.stop_reason,
         )
 
-    def steps(choice: Choice, sent: Sent | None) -> Iterator[ChatChunkChoice]:
+    def steps(choice: Choice) -> Iterator[ChatChunkChoice]:
         """A choice opens with its role, goes on with its parts, and closes with an empty delta and the finish reason.
 
         The log-probabilities of new tokens come with the first of the parts that they belong to, all of them.
         """
         splitter = splitters.setdefault(choice.index, conversation.splitter())
-        if sent is None:
+        if choice.is_first:
             yield ChatChunkChoice(index=choice.index, delta=ChatDelta(role="assistant", content=""))
-        text, tokens = (sent or Sent()).rest_of(choice)
-        new = splitter.feed(text)
+        new = splitter.feed(choice.text)
         if choice.finish_reason is not None:
             new += splitter.finish()
-        logprobs = tokens.of_chat(num_top) if tokens is not None and tokens.texts else None
+        logprobs = choice.tokens.of_chat(num_top) if choice.tokens is not None and choice.tokens.texts else None
         deltas = list(_deltas(new))
         if not deltas and logprobs is not None:
             deltas = [ChatDelta()]

@@ -1,7 +1,6 @@
 """POST /v1/completions: one or many prompts, as text or as token ids, each with `n` choices."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import RequestError
-from jaxpage.server.answer import Choice, Form, Sent, answer
+from jaxpage.server.answer import Choice, Form, answer
 from jaxpage.server.logprobs import ScoredTokens, of_prompt
 from jaxpage.server.protocol import Completion, CompletionChoice, CompletionRequest, Usage
 from jaxpage.server.service import encode, read_request, service_of
@@ -84,17 +83,16 @@ class _Echo:
     """Nothing is to be generated; what was, is left out."""
 
     def view(self, choice: Choice) -> Choice:
-        number = choice.index // self.num_choices
-        tokens = choice.tokens
+        if self.alone:
+            tokens = None if choice.tokens is None else ScoredTokens([], [])
+            choice = dataclasses.replace(choice, text="", tokens=tokens, finish_reason="length", stop_reason=None)
+        if not choice.is_first:
+            return choice
+        number, tokens = choice.index // self.num_choices, choice.tokens
         if tokens is not None:
-            texts, entries = ([], []) if self.alone else (tokens.texts, tokens.entries)
             of_prompt = choice.prompt_logprobs or ()
-            tokens = ScoredTokens([*self.tokens[number], *texts], [*of_prompt, *entries])
-        text = self.prompts[number] + ("" if self.alone else choice.text)
-        finish_reason, stop_reason = ("length", None) if self.alone else (choice.finish_reason, choice.stop_reason)
-        return dataclasses.replace(
-            choice, text=text, tokens=tokens, finish_reason=finish_reason, stop_reason=stop_reason
-        )
+            tokens = ScoredTokens([*self.tokens[number], *tokens.texts], [*of_prompt, *tokens.entries])
+        return dataclasses.replace(choice, text=self.prompts[number] + choice.text, tokens=tokens)
 
     def count(self, usage: Usage) -> Usage:
         if not self.alone:
@@ -105,20 +103,25 @@ class _Echo:
 def _form(request: CompletionRequest, echo: _Echo | None) -> Form:
     num_kept = None if request.num_generated == (request.n or 1) else request.n or 1
 
-    def choice_behind(sent: Sent, choice: Choice) -> CompletionChoice:
-        text, tokens = sent.rest_of(choice)
+    offsets: dict[int, int] = {}
+    """Characters of the tokens of each choice that were sent."""
+
+    def worded(choice: Choice) -> CompletionChoice:
+        tokens, offset = choice.tokens, offsets.get(choice.index, 0)
+        if tokens is not None:
+            offsets[choice.index] = offset + sum(map(len, tokens.texts))
         asked = request.prompt_logprobs is not None and choice.prompt_logprobs is not None
         return CompletionChoice(
             index=choice.index,
-            text=text,
-            logprobs=None if tokens is None or request.num_logprobs is None else tokens.of_completion(sent.offset),
+            text=choice.text,
+            logprobs=None if tokens is None or request.num_logprobs is None else tokens.of_completion(offset),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             prompt_logprobs=of_prompt(choice.prompt_logprobs or ()) if asked else UNSET,
         )
 
-    def steps(choice: Choice, sent: Sent | None) -> Iterator[CompletionChoice]:
-        step = choice_behind(sent or Sent(), choice)
+    def steps(choice: Choice) -> Iterator[CompletionChoice]:
+        step = worded(choice)
         if step.text or step.finish_reason is not None or (step.logprobs is not None and step.logprobs.tokens):
             yield step
 
@@ -126,7 +129,7 @@ def _form(request: CompletionRequest, echo: _Echo | None) -> Form:
         "cmpl",
         reply=Completion,
         chunk=Completion,
-        choice=functools.partial(choice_behind, Sent()),
+        choice=worded,
         steps=steps,
         num_kept=num_kept,
     )

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import RequestError
-from jaxpage.outputs import CompletionOutput
+from jaxpage.outputs import SequenceDelta
 from jaxpage.sampling_params import PoolingParams
 from jaxpage.server.completions import split_prompts
 from jaxpage.server.generation import unless_disconnected
@@ -200,7 +200,7 @@ async def _answer(
     except RequestError as error:
         raise RequestError(str(error), field if error.param == "prompt" else error.param) from error
 
-    def whole(outputs: Sequence[tuple[int, CompletionOutput]]) -> bytes:
+    def whole(outputs: Sequence[tuple[int, SequenceDelta]]) -> bytes:
         num_tokens = generation.usage.prompt_tokens
         vectors = [output.embedding or [] for _, output in outputs]
         return msgspec.json.encode(reply(vectors, PromptUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)))

@@ -1,7 +1,7 @@
 """The engine's streams behind one HTTP request, from the first token to the last.
 
-In: the request's streams, one per prompt. Out: one merged stream of updates, which ends early and frees what it holds
-in the engine when the client leaves, when the engine fails or when the server's time is up.
+In: the request's streams, one per prompt. Out: one merged stream of what is new, which ends early and frees what it
+holds in the engine when the client leaves, when the engine fails or when the server's time is up.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.outputs import RequestDelta, SequenceDelta
 from jaxpage.server.errors import ApiError
 from jaxpage.server.logprobs import Entry
 from jaxpage.server.protocol import PromptTokensDetails, Usage
@@ -27,8 +27,8 @@ FAILURES = frozenset({"abort", "error"})
 class Generation:
     """The choices of one request, prompt-major: output `j` of stream `i` is choice `i * n + j`.
 
-    Each stream is pumped by its own task into a place that holds each choice's newest output only. Outputs are
-    cumulative, so a client that reads slowly gets larger steps and never a backlog.
+    Each stream is pumped by its own task into a place for what is new of each choice, so a client that reads slowly
+    gets larger steps.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Generation:
         self._timer = timeout and asyncio.get_running_loop().call_later(timeout, self._time_out, timeout)
         self.first_output_time: float | None = None
         """When the first token came, in seconds as `time.perf_counter` counts them."""
-        self._latest: dict[int, CompletionOutput] = {}
+        self._new: dict[int, list[SequenceDelta]] = {}
         self._progress: dict[int, tuple[int, str | None]] = {}
         """Tokens and finish reason of each choice."""
         self._num_cached_tokens = [0] * len(streams)
@@ -93,24 +93,27 @@ class Generation:
         if self._failure is not None:
             raise self._failure
 
-    async def updates(self) -> AsyncIterator[tuple[int, CompletionOutput]]:
-        """Choice index and cumulative output, whenever one has grown. Raises what ends the request early."""
+    async def updates(self) -> AsyncIterator[tuple[int, SequenceDelta]]:
+        """Choice index and what is new of it, whenever there is something. Raises what ends the request early."""
         while True:
             self._changed.clear()
-            for index in sorted(self._latest):
-                yield index, self._latest.pop(index)
+            for index in sorted(self._new):
+                yield index, SequenceDelta.joined(self._new.pop(index))
             if self._failure is not None:
                 raise self._failure
-            if not self._num_open and not self._latest:
+            if not self._num_open and not self._new:
                 return
             await self._changed.wait()
 
-    async def finished(self) -> list[tuple[int, CompletionOutput]]:
-        """Index and final output of every choice; a beam search may have found fewer than `n`.
+    async def finished(self) -> list[tuple[int, SequenceDelta]]:
+        """Index of every choice and all of it, in one piece; a beam search may have found fewer than `n`.
 
         Raises what ends the request early.
         """
-        return sorted({index: output async for index, output in self.updates()}.items())
+        found: dict[int, list[SequenceDelta]] = {}
+        async for index, new in self.updates():
+            found.setdefault(index, []).append(new)
+        return [(index, SequenceDelta.joined(deltas)) for index, deltas in sorted(found.items())]
 
     def fail(self, error: Exception) -> None:
         """End the request with `error`, unless it has already failed."""
@@ -139,29 +142,31 @@ class Generation:
 
     async def _pump(self, index: int, stream: "RequestStream") -> None:
         try:
-            async for output in stream:
-                self._take(index, output)
+            async for delta in stream.deltas():
+                self._take(index, delta)
         except Exception as error:
             self.fail(error)
         finally:
             self._num_open -= 1
             self._changed.set()
 
-    def _take(self, stream_index: int, request_output: RequestOutput) -> None:
-        """Keep what has grown. Raises an error if the engine has ended one of the sequences early."""
+    def _take(self, stream_index: int, delta: RequestDelta) -> None:
+        """Keep what is new. Raises an error if the engine has ended one of the sequences early."""
         if self.first_output_time is None:
             self.first_output_time = time.perf_counter()
-        self._num_cached_tokens[stream_index] = request_output.num_cached_tokens
-        self._prompt_logprobs[stream_index] = request_output.prompt_logprobs
-        for index, output in enumerate(request_output.outputs, stream_index * self._n):
-            progress = len(output.token_ids), output.finish_reason
-            if progress not in (self._progress.get(index), (0, None)) and output.finish_reason not in FAILURES:
-                self._progress[index] = progress
-                self._latest[index] = output
+        self._num_cached_tokens[stream_index] = delta.num_cached_tokens
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs[stream_index] = delta.prompt_logprobs
+        for new in delta.outputs:
+            if new.finish_reason not in FAILURES:
+                index = stream_index * self._n + new.index
+                num_tokens, _ = self._progress.get(index, (0, None))
+                self._progress[index] = num_tokens + len(new.token_ids), new.finish_reason
+                self._new.setdefault(index, []).append(new)
                 self._changed.set()
-        for output in request_output.outputs:
-            if output.finish_reason in FAILURES:
-                raise ApiError(500, f"the engine ended the request early: {output.finish_reason}", code="engine_error")
+        for new in delta.outputs:
+            if new.finish_reason in FAILURES:
+                raise ApiError(500, f"the engine ended the request early: {new.finish_reason}", code="engine_error")
 
 
 async def unless_disconnected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:

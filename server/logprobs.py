@@ -63,10 +63,6 @@ class ScoredTokens:
     texts: Sequence[str]
     entries: Sequence[Entry]
 
-    def after(self, count: int) -> "ScoredTokens":
-        """Those behind the first `count`."""
-        return ScoredTokens(self.texts[count:], self.entries[count:])
-
     def of_completion(self, offset: int) -> CompletionLogprobs:
         """In completions' shape, where the tokens before these have so many characters."""
         offsets = []

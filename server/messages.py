@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import RequestError
-from jaxpage.outputs import CompletionOutput
+from jaxpage.outputs import SequenceDelta
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.server.answer import Choice, Sent, choice_of, start
+from jaxpage.server.answer import Choice, choice_of, start
 from jaxpage.server.conversation import converse
 from jaxpage.server.errors import AnthropicError, describe_to_anthropic
 from jaxpage.server.generation import Generation
@@ -61,7 +61,7 @@ async def create_message(http_request: Request) -> Response:
         frames = named_frames(_events(generation, head, request.max_tokens, splitter), last_after)
         return await event_response(http_request, generation, frames)
 
-    def reply(outputs: list[tuple[int, CompletionOutput]]) -> msgspec.Struct:
+    def reply(outputs: list[tuple[int, SequenceDelta]]) -> msgspec.Struct:
         [(index, output)] = outputs
         choice, usage = choice_of(generation, index, output), _usage(generation)
         blocks = Blocks()
@@ -92,13 +92,12 @@ async def _events(
     generation: Generation, head: Message, max_tokens: int, splitter: Splitter
 ) -> AsyncIterator[MessageEvent]:
     yield MessageStart(message=msgspec.structs.replace(head, usage=_usage(generation)))
-    blocks, sent = Blocks(), Sent()
+    blocks = Blocks()
     choice: Choice | None = None
     async for index, output in generation.updates():
         choice = choice_of(generation, index, output)
-        for event in blocks.take(splitter.feed(sent.rest_of(choice)[0])):
+        for event in blocks.take(splitter.feed(choice.text)):
             yield event
-        sent = sent.with_all_of(choice)
     assert choice is not None, "a generation without updates raises"
     for event in itertools.chain(blocks.take(splitter.finish()), blocks.finish()):
         yield event

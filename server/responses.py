@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import RequestError
-from jaxpage.outputs import CompletionOutput
-from jaxpage.server.answer import Choice, Sent, choice_of, start
+from jaxpage.outputs import SequenceDelta
+from jaxpage.server.answer import Choice, choice_of, start
 from jaxpage.server.conversation import converse
 from jaxpage.server.errors import describe
 from jaxpage.server.generation import Generation
@@ -68,10 +68,10 @@ async def create_response(http_request: Request) -> Response:
         frames = named_frames(turn.events(generation), turn.failed)
         return await event_response(http_request, generation, frames)
 
-    def reply(outputs: list[tuple[int, CompletionOutput]]) -> msgspec.Struct:
+    def reply(outputs: list[tuple[int, SequenceDelta]]) -> msgspec.Struct:
         [(index, output)] = outputs
         choice = choice_of(generation, index, output)
-        for _ in turn.grow(choice, Sent()):
+        for _ in turn.grow(choice):
             pass
         return turn.ended(choice, generation.usage)
 
@@ -109,10 +109,9 @@ class _Turn:
     def __post_init__(self) -> None:
         self.items = OutputItems(self._next)
 
-    def grow(self, choice: Choice, sent: Sent) -> Iterator[StreamEvent]:
-        """Take in what is new of the choice to a client that has so much of it, and its end."""
-        text, tokens = sent.rest_of(choice)
-        yield from self.items.take(self.splitter.feed(text), self._logprobs(tokens))
+    def grow(self, choice: Choice) -> Iterator[StreamEvent]:
+        """Take in what is new of the choice, and its end."""
+        yield from self.items.take(self.splitter.feed(choice.text), self._logprobs(choice.tokens))
         if choice.finish_reason is not None:
             yield from self.items.take(self.splitter.finish(), [])
             yield from self.items.finish("incomplete" if choice.finish_reason == "length" else "completed")
@@ -154,13 +153,11 @@ class _Turn:
         begun = self._response("in_progress")
         yield ResponseEvent(type="response.created", sequence_number=self._next(), response=begun)
         yield ResponseEvent(type="response.in_progress", sequence_number=self._next(), response=begun)
-        sent = Sent()
         choice: Choice | None = None
         async for index, output in generation.updates():
             choice = choice_of(generation, index, output)
-            for event in self.grow(choice, sent):
+            for event in self.grow(choice):
                 yield event
-            sent = sent.with_all_of(choice)
         assert choice is not None, "a generation without updates raises"
         response = self.ended(choice, generation.usage)
         yield ResponseEvent(

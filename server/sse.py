@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.outputs import CompletionOutput
+from jaxpage.outputs import SequenceDelta
 from jaxpage.server.errors import describe, is_unexpected
 from jaxpage.server.generation import Generation, unless_disconnected
 
@@ -26,7 +26,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def whole_response(
-    http_request: Request, generation: Generation, reply: Callable[[list[tuple[int, CompletionOutput]]], msgspec.Struct]
+    http_request: Request, generation: Generation, reply: Callable[[list[tuple[int, SequenceDelta]]], msgspec.Struct]
 ) -> Response:
     """The reply made from the final outputs. Raises what ends the request early, the client's leaving included."""
     with contextlib.closing(generation):

@@ -7,13 +7,13 @@ import asyncio
 import dataclasses
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from jaxpage.errors import EngineDeadError, JaxpageError, RequestError
 from jaxpage.metrics import Metrics
-from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxpage.outputs import CompletionOutput, Logprob, RequestDelta, RequestMetrics, RequestOutput, SequenceDelta
 from jaxpage.sampling_params import BeamSearchParams, PoolingParams, SamplingParams, nth_seed
 from jaxpage.structured.grammar import grammar_of
 from jaxpage.text.chat_template import ChatTemplates, check_variables
@@ -288,6 +288,17 @@ class FakeStream:
             pass
         return output
 
+    async def deltas(self) -> AsyncIterator[RequestDelta]:
+        known: dict[int, CompletionOutput] = {}
+        async for output in self:
+            new = []
+            for whole in output.outputs:
+                before = known.get(whole.index, CompletionOutput(whole.index, "", []))
+                if whole is not before and (whole.token_ids or whole.finish_reason is not None):
+                    new.append(difference(before, whole))
+                known[whole.index] = whole
+            yield RequestDelta(self.request_id, new, output.finished, output.num_cached_tokens, output.prompt_logprobs)
+
     def abort(self) -> None:
         self._finished = True
         for held in (self._engine.waiting, self._engine.running):
@@ -347,14 +358,30 @@ class FakeStream:
             finish_reason = "length"
         elif self.num_tokens == self._script.end_after and is_last:
             finish_reason = self._script.end_reason
-        elif finish_reason is None and any(stop.startswith(text[-1]) for stop in self._stops):
-            text = text[:-1]  # held back: it may be the start of a stop string
+        elif finish_reason is None:
+            tails = (start for start in range(len(text)) if any(stop.startswith(text[start:]) for stop in self._stops))
+            text = text[: next(tails, len(text))]  # the rest is held back: it may be the start of a stop string
         token_ids = [ord(character) for character in whole[: self.num_tokens]]
         logprobs = None
         if (wanted := self._params.logprobs) is not None:
             logprobs = [logprobs_of(token_id, wanted) for token_id in token_ids]
         cumulative = None if logprobs is None else -float(len(token_ids) * (index % 3))
         return CompletionOutput(index, text, token_ids, finish_reason, stop_reason, cumulative, logprobs)
+
+
+def difference(before: CompletionOutput, after: CompletionOutput) -> SequenceDelta:
+    """What is new of a sequence."""
+    return SequenceDelta(
+        after.index,
+        after.text[len(before.text) :],
+        after.token_ids[len(before.token_ids) :],
+        after.finish_reason,
+        after.stop_reason,
+        after.cumulative_logprob,
+        None if after.logprobs is None else after.logprobs[len(before.token_ids) :],
+        after.score,
+        after.embedding,
+    )
 
 
 def logprobs_of(token_id: int, wanted: int) -> dict[int, Logprob]:

@@ -17,6 +17,7 @@ from jaxpage.async_engine import AsyncEngine, RequestStream
 from jaxpage.client import Client
 from jaxpage.config import EngineConfig
 from jaxpage.metrics import Metrics
+from jaxpage.outputs import RequestDelta
 from jaxpage.requests.open_request import OpenRequest
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -97,6 +98,26 @@ def test_streams_of_several_sequences_end_as_those_of_the_offline_engine(
     assert [tokens_of(output) for output in outputs] == [tokens_of(output) for output in expected]
     for sequence, other in zip(outputs[0].outputs, expected[0].outputs, strict=True):
         assert sequence.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
+
+
+def test_deltas_joined_are_the_output_whoever_reads_them_late(run: Run, engine: AsyncEngine, llm: LLM) -> None:
+    params = sampled(n=2, seed=5, logprobs=0)
+    (expected,) = llm.generate(PROMPT, params)
+
+    async def read() -> list[RequestDelta]:
+        stream = engine.add_request(PROMPT, params)
+        deltas = [await anext(stream.deltas())]
+        while len((await engine.kv_cache_snapshot())["requests"]):
+            pass
+        return deltas + [delta async for delta in stream.deltas()]
+
+    deltas = run(read())
+    assert len(deltas) < 12
+    whole = RequestDelta.joined(deltas)
+    assert whole.finished
+    for one, other in zip(whole.outputs, expected.outputs, strict=True):
+        assert (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason)
+        assert len(one.logprobs or ()) == 12
 
 
 def test_a_beam_search_gives_one_output_with_all_its_sequences(run: Run, engine: AsyncEngine, llm: LLM) -> None:

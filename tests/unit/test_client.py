@@ -101,7 +101,9 @@ def test_the_engines_death_ends_all_that_is_open_and_lets_nothing_in() -> None:
     reader, answer = reading(client), Future[Any]()
     client.call(answer, "resume")
     client.take(wire.Dead("ValueError", "the engine failed"))
-    client.take(wire.Dead("ValueError", "a second word"))
+    for late in (wire.Dead("ValueError", "a second word"), tokens("ab"), wire.Returned(0, True)):
+        client.take(late)
+    assert reader.deltas == []
     assert isinstance(reader.error, EngineDeadError)
     with pytest.raises(EngineDeadError, match="the engine failed"):
         answer.result()

@@ -1,11 +1,12 @@
 """The house rules of the design: who imports whom, where jit lives, how long a file may be, what lies at the top."""
 
 import ast
+import graphlib
 import importlib.util
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,15 @@ def name_of(file: Path) -> str:
     return file.relative_to(ROOT).as_posix()
 
 
-def imports_of(file: Path) -> Iterator[str]:
-    """Every imported name in full: `from jaxpage.wire import Ready` gives "jaxpage.wire.Ready"."""
+def imports_of(file: Path, *, on_import: bool = False) -> Iterator[str]:
+    """Every imported name in full: `from jaxpage.wire import Ready` gives "jaxpage.wire.Ready".
+
+    `on_import`: only those that are imported when the file itself is.
+    """
     folder, *inner = file.relative_to(ROOT).parent.parts
     package = ".".join([PACKAGES[folder], *inner])
-    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+    tree = ast.parse(file.read_text("utf-8"))
+    for node in module_level(tree.body) if on_import else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -54,6 +59,24 @@ def own_imports(file: Path) -> Iterator[str]:
         root, _, rest = name.partition(".")
         if root == "jaxpage":
             yield rest.split(".")[0]
+
+
+def module_name(file: Path) -> str:
+    folder, *inner = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join([PACKAGES[folder], *inner]).removesuffix(".__init__")
+
+
+def module_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run on import, those for type checkers alone left out."""
+    for node in body:
+        yield node
+        match node:
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                yield from module_level(node.orelse)
+            case ast.If() | ast.Try() | ast.With() | ast.ClassDef():
+                for field in ("body", "handlers", "orelse", "finalbody"):
+                    for inner in getattr(node, field, ()):
+                        yield from module_level(inner.body if isinstance(inner, ast.ExceptHandler) else [inner])
 
 
 def jax_free_files() -> list[Path]:
@@ -85,6 +108,22 @@ def test_ops_import_none_of_ours() -> None:
 def test_only_the_command_line_imports_the_server() -> None:
     importers = {name_of(file) for file in sources("jaxpage") if "server" in own_imports(file)}
     assert importers <= SERVER_STARTERS
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    """What only type checkers import does not count."""
+    files = {module_name(file): file for folder in ("jaxpage", "models", "ops", "server") for file in sources(folder)}
+    graph = {
+        module: {
+            found
+            for name in imports_of(file, on_import=True)
+            for found in (name, name.rpartition(".")[0])
+            if found in files and found != "jaxpage"
+        }
+        for module, file in files.items()
+    }
+    assert graph["jaxpage.llm"] > {"jaxpage.client", "jaxpage.engine.links"}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
 def test_folders_are_imported_under_the_name_they_are_installed_as() -> None:

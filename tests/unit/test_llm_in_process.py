@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from jaxpage import LLM, BeamSearchParams, ConfigError, EngineDeadError, RequestError, SamplingParams
+from jaxpage.engine.core import EngineCore
 from jaxpage.outputs import CompletionOutput, RequestOutput
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -493,3 +494,16 @@ def test_options_for_another_number_of_prompts_are_refused(llm: LLM) -> None:
 def test_a_bad_priority_or_salt_is_refused_by_value(llm: LLM, options: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError, match=says):
         llm.generate([5], greedy(), **options)
+
+
+def test_a_step_that_fails_is_the_engines_death_here_too(
+    tiny_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: EngineCore) -> Any:
+        raise ValueError("a kernel of ours is wrong")
+
+    with LLM(**tiny_options, multiprocess=False) as llm:
+        monkeypatch.setattr(EngineCore, "step", fails)
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match="a kernel of ours is wrong"):
+                one(llm, tiny.prompt(5), greedy())
