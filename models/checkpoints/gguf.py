@@ -125,7 +125,9 @@ class GgufCheckpoint:
         # Whole blocks move, so they are picked and put in order while they are still small.
         stored = stored.reshape(*leading, -1, block_bytes)
         picked = self._rows(name, stored, (*index[: len(leading)],))[..., blocks, :]
-        values = _dequantize(picked.reshape(-1, picked.shape[-2] * block_bytes), tensor.ggml_type)
+        values = _dequantize(
+            picked.reshape(math.prod(picked.shape[:-2]), picked.shape[-2] * block_bytes), tensor.ggml_type
+        )
         first = columns.start - blocks.start * block_size
         return values.reshape(*picked.shape[:-2], values.shape[-1])[..., first : first + len(columns)]
 
@@ -181,7 +183,9 @@ def _dequantize(rows: np.ndarray, ggml_type: int) -> np.ndarray:
     """`[rows, bytes]` uint8 to `[rows, columns]` float32."""
     _, block_size, block_bytes = _QUANTIZED[ggml_type]
     out = np.empty((rows.shape[0], rows.shape[1] // block_bytes * block_size), np.float32)
-    step = max(1, _CHUNK // max(1, out.shape[1]))
+    if not out.size:
+        return out
+    step = max(1, _CHUNK // out.shape[1])
     for start in range(0, rows.shape[0], step):
         _dequantize_chunk(rows[start : start + step], out[start : start + step], ggml_type)
     return out

@@ -1,5 +1,6 @@
 """Every tiny checkpoint, however it is stored, has the logits that transformers computes in float32."""
 
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator
@@ -7,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import jax
 import numpy as np
 import pytest
 import tiny
 from gguf import GGMLQuantizationType as Kind
 from paged_forward import LoadedModel, compiled_ops
 from safetensors.numpy import save_file
+
+from jaxpage.models.checkpoints.open import open_checkpoint
+from jaxpage.models.registry import resolve_family
+from jaxpage.models.weights import Weight, load_params, map_weights
+from jaxpage.ops.quantized import QuantizedWeight
 
 Weights = dict[str, np.ndarray]
 
@@ -45,6 +52,26 @@ def test_logits_equal_transformers_whole_and_in_chunks(tmp_path: Path, name: str
     for length in tiny.PROMPT_LENGTHS[name]:
         assert_golden(name, length, model.logits(tiny.prompt(length)))
         assert_golden(name, length, model.logits(tiny.prompt(length), chunk=16))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_matrices_in_int8_give_the_logits_of_the_values_they_stand_for(tmp_path: Path, name: str) -> None:
+    def in_int8(weight: Weight) -> Weight:
+        return (
+            dataclasses.replace(weight, quantize="int8") if "embed" in weight.axes and len(weight.axes) > 1 else weight
+        )
+
+    def stood_for(leaf: jax.Array | QuantizedWeight) -> jax.Array:
+        return leaf.values * leaf.scale[..., None] if isinstance(leaf, QuantizedWeight) else leaf
+
+    model = LoadedModel(write(tmp_path, name))
+    checkpoint = open_checkpoint(str(tmp_path))
+    family, cfg = resolve_family(checkpoint)
+    specs = map_weights(in_int8, family.param_specs(cfg))
+    model.params = load_params(specs, checkpoint, np.dtype(np.float32), model.model.mesh)
+    logits = model.logits(tiny.prompt(20))
+    model.params = jax.tree.map(stood_for, model.params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+    np.testing.assert_allclose(logits, model.logits(tiny.prompt(20)), atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("storage", [("bfloat16", 1), ("float16", 3), ("float32", 3)])

@@ -125,8 +125,14 @@ def test_llama_query_and_key_rows_come_back_in_their_order(tmp_path: Path, kind:
     assert checkpoint.config["attention_bias"]
 
 
-PARTS = [(slice(3, 9),), (slice(0, 0),), (slice(5, 6), slice(32, 64)), (slice(None), slice(7, 41))]
-"""Rows, none, one row's block, and columns that share their first and last block with others."""
+PARTS = [
+    (slice(None), slice(0, 0)),
+    (slice(3, 9),),
+    (slice(0, 0),),
+    (slice(5, 6), slice(32, 64)),
+    (slice(None), slice(7, 41)),
+]
+"""No columns, rows, no rows, one row's block, and columns that share their first and last block with others."""
 
 
 @pytest.mark.parametrize("index", PARTS, ids=str)

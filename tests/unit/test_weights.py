@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from jaxpage.models.checkpoints.safetensors import SafetensorsCheckpoint
+from jaxpage.models.checkpoints.weightless import DummyWeights
 from jaxpage.models.stored import Box, Join, Source
 from jaxpage.models.weights import Weight, load_params, param_shapes, weight
 from jaxpage.ops.matmul import embed_rows, linear
@@ -175,6 +176,12 @@ def test_a_part_of_a_safetensors_tensor_is_a_view_of_the_file(folder: Path) -> N
         part = checkpoint.read("down", shape, index)
         assert np.shares_memory(part, whole)
         np.testing.assert_array_equal(part, whole[index])
+
+
+@pytest.mark.parametrize("index", [(), (slice(5, 300),), (slice(1023, 1030), slice(2, 700))], ids=str)
+def test_a_part_of_a_dummy_tensor_is_that_part_of_the_whole(folder: Path, index: tuple[slice, ...]) -> None:
+    checkpoint, shape = DummyWeights(folder), (1100, 1000)  # more numbers than are drawn
+    np.testing.assert_array_equal(checkpoint.read("t", shape, index), checkpoint.read("t", shape)[index])
 
 
 @pytest.fixture
