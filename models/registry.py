@@ -18,11 +18,13 @@ from jaxpage.models.families import gemma, llama
 from jaxpage.models.families.hf_config import ModelConfig, UnsupportedModelError
 from jaxpage.models.families.parallel import divide_model
 from jaxpage.models.served_model import Hidden, ServedModel
-from jaxpage.models.weights import Params, load_params, param_shapes
+from jaxpage.models.weights import MESH_AXES, Params, load_params, param_shapes
 from jaxpage.ops.attention.paged import HEADS_AXIS, KVCache, StepContext
 from jaxpage.ops.state_spec import KVSpec
 
 logger = logging.getLogger(__name__)
+
+_COMPARED_ROWS = 1024
 
 
 class Family(Protocol):
@@ -59,6 +61,7 @@ def serve_checkpoint(
         raise ModelLoadError(f"{checkpoint.path}: {error}") from error
     cfg = divide_model(cfg, mesh.shape[axis])
     specs = family.param_specs(cfg)
+    mesh_axes = {name: None if over is None else axis for name, over in MESH_AXES.items()}
     return ServedModel(
         name=str(checkpoint.path),
         key=f"{cfg} {dtype}",
@@ -66,8 +69,8 @@ def serve_checkpoint(
         embed_size=cfg.hidden_size,
         max_model_len=cfg.max_position_embeddings,
         states=family.kv_specs(cfg),
-        params=partial(load_params, specs, checkpoint, dtype, mesh),
-        param_shapes=param_shapes(specs, dtype, mesh),
+        params=partial(load_params, specs, checkpoint, dtype, mesh, mesh_axes),
+        param_shapes=param_shapes(specs, dtype, mesh, mesh_axes),
         mesh=mesh,
         embed=partial(family.embed, cfg=cfg),
         forward=partial(family.forward, cfg=cfg),
@@ -123,9 +126,7 @@ def _settle_output_head(cfg: ModelConfig, checkpoint: Checkpoint) -> ModelConfig
     """A config's word on tied embeddings against what the checkpoint holds; the tensors win, with a warning."""
     has_head = "lm_head.weight" in set(checkpoint.names())
     if has_head and cfg.tie_word_embeddings:
-        shape = (cfg.vocab_size, cfg.hidden_size)
-        embed = checkpoint.read("model.embed_tokens.weight", shape)
-        if not np.array_equal(checkpoint.read("lm_head.weight", shape), embed):
+        if not _are_equal(checkpoint, ("model.embed_tokens.weight", "lm_head.weight"), cfg):
             logger.warning(
                 "%s says tie_word_embeddings but holds a different lm_head.weight: using lm_head.weight",
                 checkpoint.path,
@@ -135,3 +136,14 @@ def _settle_output_head(cfg: ModelConfig, checkpoint: Checkpoint) -> ModelConfig
         logger.warning("%s holds no lm_head.weight: using the embeddings as output head", checkpoint.path)
         return dataclasses.replace(cfg, tie_word_embeddings=True)
     return cfg
+
+
+def _are_equal(checkpoint: Checkpoint, names: tuple[str, str], cfg: ModelConfig) -> bool:
+    """Whether two tensors of the size of the embeddings hold the same, read a few rows at a time."""
+    shape = (cfg.vocab_size, cfg.hidden_size)
+    for start in range(0, cfg.vocab_size, _COMPARED_ROWS):
+        rows = (slice(start, min(start + _COMPARED_ROWS, cfg.vocab_size)), slice(0, cfg.hidden_size))
+        one, other = (checkpoint.read(name, shape, rows) for name in names)
+        if not np.array_equal(one, other):
+            return False
+    return True

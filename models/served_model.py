@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -103,8 +104,9 @@ def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _dtype_of(shapes: Params) -> np.dtype[Any]:
-    """The type of most numbers."""
+    """The floating-point type of most numbers."""
     sizes: dict[np.dtype[Any], int] = {}
     for leaf in jax.tree.leaves(shapes):
-        sizes[leaf.dtype] = sizes.get(leaf.dtype, 0) + int(np.prod(leaf.shape))
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            sizes[leaf.dtype] = sizes.get(leaf.dtype, 0) + int(np.prod(leaf.shape))
     return max(sizes, key=lambda dtype: sizes[dtype])

@@ -27,9 +27,9 @@ def prompts() -> list[list[int]]:
     return [[*common, *(rng.randrange(2, 64) for _ in range(100))][-n if n < 20 else 0 :][:n] for n in LENGTHS]
 
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-SEEDED = SamplingParams(temperature=0.9, seed=11, max_tokens=12, ignore_eos=True)
-THREE = SamplingParams(temperature=0.9, seed=11, n=3, max_tokens=12, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, seed=11, max_tokens=16, ignore_eos=True)
+THREE = SamplingParams(temperature=0.9, seed=11, n=3, max_tokens=16, ignore_eos=True)
 BEAMS = BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True)
 KINDS: dict[str, SamplingParams | BeamSearchParams] = {
     "greedy": GREEDY,
@@ -86,10 +86,11 @@ def main(model: str, folder: str, speculative: dict[str, Any] | None) -> dict[st
         for kind, params in KINDS.items():
             with exchanged_host(llm, mode="sync", caching=False):
                 expected[kind] = alone(llm, params)
-    separate = [SamplingParams(temperature=0.9, seed=11 + i, max_tokens=12, ignore_eos=True) for i in range(3)]
+    separate = [SamplingParams(temperature=0.9, seed=11 + i, max_tokens=16, ignore_eos=True) for i in range(3)]
     options |= {"speculative_config": speculative} if speculative is not None else {}
     with LLM(model, multiprocess=False, **options) as llm:
         parts = [alone(llm, one) for one in separate]
+        stats = llm.stats
         singles = [[of[index][0] for of in parts] for index in range(len(LENGTHS))]
         if singles != expected["three"]:
             different.append("sequences of a prompt are not those of requests")
@@ -98,10 +99,14 @@ def main(model: str, folder: str, speculative: dict[str, Any] | None) -> dict[st
                 count += 1
                 if tokens != expected[kind]:
                     different.append(f"{kind}, {way}")
-        stats = llm.stats
+        with exchanged_host(llm, caching=True):
+            alone(llm, GREEDY)
+            found = llm.generate(prompts(), GREEDY, use_tqdm=False)
+            cached = [output.num_cached_tokens for output in found]
     distinct = len({tuple(sequence) for of in expected.values() for one in of for sequence in one})
     drafts, kept = (int(stats[f"spec_decode_num_{kind}_tokens"]) for kind in ("draft", "accepted"))
-    return {"different": different, "count": count, "distinct": distinct, "drafts": drafts, "kept": kept}
+    counts = {"count": count, "distinct": distinct, "drafts": drafts, "kept": kept, "cached": cached}
+    return {"different": different, **counts}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ SPECULATIVE: dict[str, dict[str, Any] | None] = {
     "drafts at random": {"method": "own_proposer:AtRandom", **DRAFTS},
     "drafts of hidden states": {"method": "own_proposer:NearestEmbedding", **DRAFTS},
 }
-SAMPLE = ("no drafts", "drafts at random")
+SERVED = [(model, drafts) for model in ("own_model", "own_hybrid") for drafts in SPECULATIVE]
+SERVED.remove(("own_hybrid", "drafts of hidden states"))  # it gives no such states
+SAMPLE = (("own_model", "no drafts"), ("own_hybrid", "drafts at random"))
 """Served unless a test run is a full one."""
 
 
@@ -40,15 +42,20 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("programs")
 
 
-@pytest.mark.parametrize("drafts", SPECULATIVE)
-def test_nothing_changes_a_token_of_a_users_own_model(drafts: str, programs: Path, full: bool) -> None:
-    if drafts not in SAMPLE and not full:
-        pytest.skip("only in full runs")
-    found = json.loads(run(FOLDER / "own_matrix.py", "own_model:make", programs, json.dumps(SPECULATIVE[drafts])))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "drafts" in metafunc.fixturenames:
+        metafunc.parametrize(("model", "drafts"), SERVED if metafunc.config.getoption("--full") else SAMPLE)
+
+
+def test_nothing_changes_a_token_of_a_users_own_model(model: str, drafts: str, programs: Path) -> None:
+    """Prefix cache, chunks, preemption, several sequences, beams, company, three modes and drafts."""
+    found = json.loads(run(FOLDER / "own_matrix.py", f"{model}:make", programs, json.dumps(SPECULATIVE[drafts])))
     assert found["different"] == []
     assert found["count"] > 80
     assert found["distinct"] > 30
-    assert (found["kept"] > 0) == (SPECULATIVE[drafts] is not None)
+    assert (found["drafts"] > 0) == (SPECULATIVE[drafts] is not None)
+    assert (found["kept"] > 0) or drafts != "drafts at random"
+    assert sum(found["cached"]) > 100
 
 
 def options_of(programs: Path) -> dict[str, Any]:
@@ -109,5 +116,5 @@ def test_a_line_of_the_model_or_of_what_it_imports_changes_the_key_of_its_progra
 
 
 def test_each_file_of_a_user_is_short() -> None:
-    files = [FOLDER / name for name in ("own_model.py", "own_proposer.py")]
+    files = [FOLDER / name for name in ("own_model.py", "own_hybrid.py", "own_proposer.py")]
     assert all(len(file.read_text("utf-8").splitlines()) < 120 for file in files)
