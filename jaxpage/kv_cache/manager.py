@@ -37,6 +37,8 @@ class PrefixHit:
     """Per group; the null block where nothing is needed any more."""
     checkpoint: list[int] = field(default_factory=list)
     """Blocks of the recurrent states behind it; none where there are no such states, or no prefix."""
+    num_shared: int = 0
+    """Tokens whose paged KV is in the cache: where others have the same prefix, whatever there is a checkpoint of."""
 
 
 @dataclass(slots=True)
@@ -54,6 +56,8 @@ class _Held:
     """Blocks that took the place of others, for `grow` to tell."""
     checkpoint: list[int]
     """Blocks of the recurrent states that the request begins from."""
+    num_shared: int = 0
+    """Tokens that others have begun with, too, as far as it was known when the request began."""
     newest: BlockKey | None = None
     """The checkpoint that was made last behind tokens of its output."""
     for_forks: BlockKey | None = None
@@ -104,20 +108,19 @@ class KVCacheManager:
 
     def match(self, keys: Sequence[BlockKey], num_tokens: int) -> PrefixHit:
         """The longest prefix that all groups can go on from; at least one of `num_tokens` is left to compute."""
-        num_hit, checkpoint = 0, None
+        num_hit = num_shared = 0
+        checkpoint: list[int] = []
         if self.enable_prefix_caching:
             num_hit = min((num_tokens - 1) // self.grain, len(keys) * self.block_size // self.grain) * self.grain
-            while num_hit > 0:
-                agreed = num_hit
-                for index in range(len(self._groups)):
-                    agreed = self._longest_hit(index, keys, agreed)
-                if self._checkpoints is not None:
-                    agreed, checkpoint = self._longest_checkpoint(keys, agreed)
-                if agreed == num_hit:
-                    break
-                num_hit = agreed
+            num_hit = self._longest_paged_hit(keys, num_hit)
+            if self._checkpoints is not None:
+                num_shared = num_hit if self._groups else 0
+                agreed = -1
+                while num_hit != agreed:
+                    agreed, checkpoint = self._longest_checkpoint(keys, num_hit)
+                    num_hit = self._longest_paged_hit(keys, agreed)
         tables = [self._hit_table(index, keys, num_hit) for index in range(len(self._groups))]
-        return PrefixHit(num_hit, tables, checkpoint or [])
+        return PrefixHit(num_hit, tables, checkpoint, num_shared)
 
     def admit(self, request_id: str, hit: PrefixHit) -> None:
         """Begin a request's tables with what was found for it."""
@@ -127,7 +130,7 @@ class KVCacheManager:
         first = [self._first_index(group, hit.num_tokens) for group in self._groups]
         published = [hit.num_tokens // group.block_size for group in self._groups]
         tables = [list(table) for table in hit.tables]
-        self._held[request_id] = _Held(tables, hit.num_tokens, first, published, [], hit.checkpoint)
+        self._held[request_id] = _Held(tables, hit.num_tokens, first, published, [], hit.checkpoint, hit.num_shared)
         if self._checkpoints is not None:
             self._checkpoints.touch(hit.checkpoint)
 
@@ -233,6 +236,10 @@ class KVCacheManager:
         """Blocks of the recurrent states that a request begins from; none for one that begins from nothing."""
         return self._held[request_id].checkpoint
 
+    def num_shared_tokens(self, request_id: str) -> int:
+        """Tokens of a request that others have begun with, too, as far as it was known when it began."""
+        return self._held[request_id].num_shared
+
     def save(self, request_id: str, keys: Sequence[BlockKey], num_tokens: int, *, output: bool) -> Checkpoint | None:
         """Make room for a checkpoint of a request's first `num_tokens`, a multiple of `grain`, for others to find.
 
@@ -333,14 +340,25 @@ class KVCacheManager:
                 return num_tokens
         return 0
 
-    def _longest_checkpoint(self, keys: Sequence[BlockKey], num_tokens: int) -> tuple[int, list[int] | None]:
+    def _longest_paged_hit(self, keys: Sequence[BlockKey], num_tokens: int) -> int:
+        """The most tokens, at most `num_tokens`, that all groups can go on from."""
+        while num_tokens > 0:
+            agreed = num_tokens
+            for index in range(len(self._groups)):
+                agreed = self._longest_hit(index, keys, agreed)
+            if agreed == num_tokens:
+                break
+            num_tokens = agreed
+        return num_tokens
+
+    def _longest_checkpoint(self, keys: Sequence[BlockKey], num_tokens: int) -> tuple[int, list[int]]:
         """The most tokens, at most `num_tokens`, that there is a checkpoint behind, and its blocks."""
         assert self._checkpoints is not None
         for end in range(num_tokens, 0, -self.grain):
             checkpoint = self._checkpoints.find(keys[end // self.block_size - 1])
             if checkpoint is not None:
                 return end, checkpoint
-        return 0, None
+        return 0, []
 
     def _hit_table(self, index: int, keys: Sequence[BlockKey], num_tokens: int) -> list[int]:
         group = self._groups[index]

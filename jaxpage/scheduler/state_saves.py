@@ -23,14 +23,15 @@ class StateSaves:
     def cut(self, request: Request, num_tokens: int) -> int:
         """How many of a request's next `num_tokens` to compute in this step, so that it ends where something is saved.
 
-        That is at the last block boundary before the end of what is known, and at the prompt's last token if forks wait
-        for it; a chunk that ends before all that ends at a boundary as well.
+        That is where its tokens part from those of others, at the last block boundary before the end of what is known,
+        and at the prompt's last token if forks wait for it; a chunk that ends elsewhere ends at a boundary as well.
         """
         start = request.num_computed_tokens
         ends = [start + num_tokens]
         if self._kv_cache.enable_prefix_caching:
             grain = self._kv_cache.grain
             ends.append(min(ends[0], request.num_tokens - 1) // grain * grain)
+            ends.append(self._kv_cache.num_shared_tokens(request.request_id))
         if request.forks:
             ends.append(request.num_prompt_tokens - 1)
         return min(end for end in ends if end > start) - start

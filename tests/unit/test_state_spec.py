@@ -5,8 +5,16 @@ from collections.abc import Sequence
 import pytest
 
 from jaxpage.errors import ConfigError
-from jaxpage.kv_cache.spec import max_request_tokens, num_blocks_for, plan_layout
-from jaxpage.ops.state_spec import KVLayout, KVSpec, StateSpec
+from jaxpage.kv_cache.spec import block_bytes, max_request_tokens, num_blocks_for, plan_layout
+from jaxpage.ops.state_spec import (
+    CheckpointLayout,
+    KVLayout,
+    KVSpec,
+    PagedPlace,
+    RecurrentPlace,
+    RecurrentSpec,
+    StateSpec,
+)
 
 FULL = KVSpec(2, 64)
 WINDOW = KVSpec(2, 64, window=32)
@@ -134,3 +142,58 @@ def test_windows_alone_have_room_for_any_length_once_they_have_room_for_themselv
 
 def test_no_blocks_hold_no_request() -> None:
     assert max_request_tokens(planned([FULL]), 0, 16) == 0
+
+
+RECURRENT = RecurrentSpec((16, 64), "float32", ("tp", None))
+CONVOLUTION = RecurrentSpec((3, 10), "bfloat16", (None, None))
+
+
+def test_layers_keep_none_one_or_several_states() -> None:
+    layout = plan_layout([(), (FULL, RECURRENT), (CONVOLUTION, WINDOW), (FULL,)], 16, axis_sizes={"tp": 1})
+    assert layout.layers == (
+        (),
+        (PagedPlace(0, 0), RecurrentPlace(0)),
+        (RecurrentPlace(1), PagedPlace(2, 0)),
+        (PagedPlace(1, 0),),
+    )
+    assert layout.recurrent == (RECURRENT, CONVOLUTION)
+    assert layout.num_buffers == 1
+    assert [group.spec for group in layout.groups] == [FULL, FULL, WINDOW]
+
+
+def test_a_layer_may_keep_two_kinds_of_kv() -> None:
+    layout = plan_layout([(FULL, WINDOW)] * 2, 16)
+    assert layout.layers == ((PagedPlace(0, 0), PagedPlace(1, 0)), (PagedPlace(0, 1), PagedPlace(1, 1)))
+
+
+@pytest.mark.parametrize(("num_devices", "num_bytes"), [(1, 4096 + 60), (4, 1024 + 60)])
+def test_a_checkpoint_takes_the_blocks_that_hold_its_bytes_on_each_device(num_devices: int, num_bytes: int) -> None:
+    layout = plan_layout(
+        [(KVSpec(4, 8),), (RECURRENT, CONVOLUTION)],
+        4,
+        kv_itemsize=2,
+        num_shards=num_devices,
+        axis_sizes={"tp": num_devices},
+    )
+    of_a_block = 4 * 64 * 2 // num_devices
+    assert block_bytes(layout, 2, num_devices) == of_a_block
+    assert layout.checkpoint == CheckpointLayout(num_bytes, -(-num_bytes // of_a_block), of_a_block)
+
+
+def test_without_paged_kv_a_block_is_a_checkpoint() -> None:
+    layout = plan_layout([(RECURRENT,), (), (CONVOLUTION,)], 16, axis_sizes={"tp": 2})
+    assert (layout.groups, layout.num_buffers, layout.block_size, layout.grain) == ((), 0, 16, 16)
+    assert layout.checkpoint == CheckpointLayout(2048 + 60, 1, 2048 + 60)
+    assert block_bytes(layout, 2, 2) == 2048 + 60
+    assert num_blocks_for(layout, 10**6, 64) == 0
+    assert max_request_tokens(layout, 1, 64) == 2**31 - 1
+
+
+def test_an_axis_that_does_not_divide_a_recurrent_state_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"\(16, 64\) is not divided by 3 devices \(tp\)"):
+        plan_layout([(FULL, RECURRENT)], 16, axis_sizes={"tp": 3})
+
+
+def test_a_recurrent_state_names_an_axis_for_each_dimension() -> None:
+    with pytest.raises(ValueError, match="name one for each"):
+        RecurrentSpec((16, 64), "float32", ("tp",))
