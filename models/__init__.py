@@ -1,1 +1,1 @@
-"""Functional models and how their weights are loaded. A model is a module of pure functions; see `registry`."""
+"""Functional models as values (`served_model`), and ways to make them: from checkpoints of known families (`registry`)."""

@@ -1,4 +1,4 @@
-"""The engine process: `python -m jaxpage.engine.main`, started by `engine_process`.
+"""The engine process: `python -m jaxpage.engine.main`, started by `engine.process`.
 
 It loads, says `Ready`, and steps. It ends when its standard input closes (the client wants it gone, or is gone itself,
 however it went), or when a step raises, which it reports as `Dead` first.

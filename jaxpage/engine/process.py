@@ -2,7 +2,7 @@
 
 The client binds a ROUTER socket (requests) and a PULL socket (outputs), both ipc files in a folder that only the user
 can open; the engine connects with DEALER and PUSH. The engine is started as `python -m`, so that the caller's script is
-never imported again; its side is `engine_main`.
+never imported again; its side is `engine.main`.
 """
 
 import contextlib

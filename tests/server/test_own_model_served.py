@@ -9,7 +9,7 @@ import pytest
 from server_process import server_process
 
 GUARD_SECONDS = 300.0
-OWN = Path(__file__).parents[1] / "unit"
+OWN = Path(__file__).parents[2] / "examples"
 OPTIONS = ["--tokenizer=smollm2-135m", "--max-model-len=128", "--max-num-seqs=8", "--max-num-batched-tokens=64"]
 PROMPT = [5, 9, 2, 41, 7]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parent
+EXAMPLES = FOLDER.parents[1] / "examples"
 GOLDEN = FOLDER.parent / "golden"
 PROMPT = [5, 9, 2, 41, 7]
 DRAFTS = {"num_speculative_tokens": 3}
@@ -31,7 +32,7 @@ def environment(*folders: Path) -> dict[str, str]:
     return {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
-def run(*command: str | Path, path: tuple[Path, ...] = (FOLDER, GOLDEN)) -> str:
+def run(*command: str | Path, path: tuple[Path, ...] = (EXAMPLES, GOLDEN)) -> str:
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment(*path))
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -100,7 +101,7 @@ def key_of(folder: Path) -> str:
 
 
 def test_a_line_of_the_model_or_of_what_it_imports_changes_the_key_of_its_programs(tmp_path: Path) -> None:
-    shutil.copy(FOLDER / "own_model.py", tmp_path)
+    shutil.copy(EXAMPLES / "own_model.py", tmp_path)
     source = (tmp_path / "own_model.py").read_text("utf-8")
     before = key_of(tmp_path)
     assert key_of(tmp_path) == before
@@ -116,5 +117,5 @@ def test_a_line_of_the_model_or_of_what_it_imports_changes_the_key_of_its_progra
 
 
 def test_each_file_of_a_user_is_short() -> None:
-    files = [FOLDER / name for name in ("own_model.py", "own_hybrid.py", "own_proposer.py")]
+    files = [EXAMPLES / name for name in ("own_model.py", "own_hybrid.py", "own_proposer.py")]
     assert all(len(file.read_text("utf-8").splitlines()) < 120 for file in files)

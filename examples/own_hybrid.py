@@ -53,14 +53,17 @@ def update(carry: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, j
 
 def forward(params: Params, x: jax.Array, states: KVCache, step: StepContext) -> tuple[Hidden, KVCache]:
     def layer(weights: Params, x: jax.Array, states: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, ...]]:
-        (state,) = states
-        q, k, v = jnp.einsum("te,ephd->pthd", norm(x), weights["qkv"])
-        if "gate" in weights:
+        state, *others = states
+        if others:  # mixed with the token before, which is a state of its own
+            before, last = recur(lambda carry, token: (token, carry), norm(x), others[0])
+            q, k, v = jnp.einsum("te,ephd->pthd", norm(x) + before / 2, weights["qkv"])
             gate = jax.nn.sigmoid(3 + jnp.einsum("te,eh->th", norm(x), weights["gate"]))
             found, state = recur(update, (q, k, v, gate), state)
+            others = [last]
         else:
+            q, k, v = jnp.einsum("te,ephd->pthd", norm(x), weights["qkv"])
             found, state = attend(q, k, v, state, scale=HEAD_DIM**-0.5)
-        return x + jnp.einsum("thd,hde->te", found, weights["out"]), (state,)
+        return x + jnp.einsum("thd,hde->te", found, weights["out"]), (state, *others)
 
     outputs, states = run_layers(layer, params["layers"], x, states, step)
     return Hidden(norm(outputs[-1]), {}), states
@@ -75,12 +78,13 @@ def make() -> ServedModel:
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
     attention = KVSpec(HEADS, HEAD_DIM)
     recurrence = RecurrentSpec((HEADS, HEAD_DIM, HEAD_DIM), "float32", ("model", None, None))
+    last = RecurrentSpec((WIDTH,), "float32", (None,))
     return ServedModel(
         name="hybrid",
         vocab_size=VOCAB,
         embed_size=WIDTH,
         max_model_len=LONGEST,
-        states=((attention,), (recurrence,)) * (LAYERS // 2),
+        states=((attention,), (recurrence, last)) * (LAYERS // 2),
         params=make_params(mesh),
         mesh=mesh,
         embed=embed,
