@@ -1,1 +1,1 @@
-"""Functional models as values (`served_model`), and ways to make them: from checkpoints of known families (`registry`)."""
+"""Functional models as values (`served_model`), and ways to make them, such as from checkpoints (`registry`)."""

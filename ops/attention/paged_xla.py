@@ -75,7 +75,7 @@ def paged_attention_xla(
     sinks: jax.Array | None = None,
     blocks: QueryBlocks | None = None,
 ) -> jax.Array:
-    """Attention of a step's ragged batch (`ops.attention.AttentionMetadata`) over one layer's KV.
+    """Attention of a step's ragged batch (`paged.StepContext`) over one layer's KV.
 
     q: [tokens, heads, head_dim]; kv_layer: [num_blocks, 2, block_size, num_kv_heads, head_dim];
     block_tables: [rows, width]; query_start: [rows + 1]; query_lens, kv_lens: [rows]; sinks: [heads].
