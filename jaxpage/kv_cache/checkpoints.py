@@ -11,6 +11,9 @@ from jaxpage.kv_cache.block_pool import BlockPool
 from jaxpage.kv_cache.hashing import BlockKey
 from jaxpage.ops.state_spec import CheckpointLayout
 
+_MAX_NAMES = 2**16
+"""Prefixes that are remembered; of a million tokens in blocks of 16."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -27,6 +30,8 @@ class Checkpoints:
         """The i-th block of a checkpoint is found in group `first_group + i` of the pool."""
         self._pool = pool
         self._groups = range(first_group, first_group + layout.num_blocks)
+        self._computed: dict[bytes, None] = {}
+        """Digests of prefixes that were computed, the newest last, whether there is a checkpoint of them or not."""
 
     def find(self, key: BlockKey) -> list[int] | None:
         """The blocks of a complete checkpoint."""
@@ -50,6 +55,17 @@ class Checkpoints:
             self._pool.publish(block_id, group, key)
         self._pool.free(block_ids)
         return Checkpoint(key, block_ids)
+
+    def note(self, key: BlockKey) -> None:
+        """Remember that a prefix was computed. Who comes with the same one may leave a checkpoint where they part."""
+        self._computed.pop(key.digest, None)
+        self._computed[key.digest] = None
+        if len(self._computed) > _MAX_NAMES:
+            del self._computed[next(iter(self._computed))]
+
+    def was_computed(self, key: BlockKey) -> bool:
+        """Whether a prefix is remembered."""
+        return key.digest in self._computed
 
     def touch(self, block_ids: list[int]) -> None:
         """Let a checkpoint be evicted after all others: it has been of use."""

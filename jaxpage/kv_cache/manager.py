@@ -38,7 +38,7 @@ class PrefixHit:
     checkpoint: list[int] = field(default_factory=list)
     """Blocks of the recurrent states behind it; none where there are no such states, or no prefix."""
     num_shared: int = 0
-    """Tokens whose paged KV is in the cache: where others have the same prefix, whatever there is a checkpoint of."""
+    """Tokens that others have begun with, too, whatever there is a checkpoint of."""
 
 
 @dataclass(slots=True)
@@ -58,6 +58,8 @@ class _Held:
     """Blocks of the recurrent states that the request begins from."""
     num_shared: int = 0
     """Tokens that others have begun with, too, as far as it was known when the request began."""
+    num_noted: int = 0
+    """Of its first tokens, those that are remembered as computed."""
     newest: BlockKey | None = None
     """The checkpoint that was made last behind tokens of its output."""
     for_forks: BlockKey | None = None
@@ -114,7 +116,7 @@ class KVCacheManager:
             num_hit = min((num_tokens - 1) // self.grain, len(keys) * self.block_size // self.grain) * self.grain
             num_hit = self._longest_paged_hit(keys, num_hit)
             if self._checkpoints is not None:
-                num_shared = num_hit if self._groups else 0
+                num_shared = self._longest_computed(keys, num_tokens)
                 agreed = -1
                 while num_hit != agreed:
                     agreed, checkpoint = self._longest_checkpoint(keys, num_hit)
@@ -171,6 +173,10 @@ class KVCacheManager:
                 if table[position] != NULL_BLOCK_ID:
                     self.pool.publish(table[position], index, self._key(group, keys, position))
             held.num_published[index] = max(held.num_published[index], num_full)
+        if self._checkpoints is not None:
+            for end in range(held.num_noted + self.grain, num_tokens + 1, self.grain):
+                self._checkpoints.note(keys[end // self.block_size - 1])
+                held.num_noted = end
 
     def fork(self, source_id: str, target_id: str, num_tokens: int) -> list[BlockCopy] | None:
         """Begin a request with the first `num_tokens` positions of another: full blocks shared, the last one copied.
@@ -350,6 +356,15 @@ class KVCacheManager:
                 break
             num_tokens = agreed
         return num_tokens
+
+    def _longest_computed(self, keys: Sequence[BlockKey], num_tokens: int) -> int:
+        """The most tokens, fewer than `num_tokens`, that somebody is known to have computed."""
+        assert self._checkpoints is not None
+        last = min((num_tokens - 1) // self.grain, len(keys) * self.block_size // self.grain) * self.grain
+        for end in range(last, 0, -self.grain):
+            if self._checkpoints.was_computed(keys[end // self.block_size - 1]):
+                return end
+        return 0
 
     def _longest_checkpoint(self, keys: Sequence[BlockKey], num_tokens: int) -> tuple[int, list[int]]:
         """The most tokens, at most `num_tokens`, that there is a checkpoint behind, and its blocks."""

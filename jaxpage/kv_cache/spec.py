@@ -19,6 +19,8 @@ from jaxpage.ops.state_spec import (
 
 _MAX_GROUPS = 16
 """Each group is a block table to keep: beyond this, a little padding is the lesser evil."""
+_CHECKPOINTS_PER_SEQUENCE = 16
+"""As many as are of use: of its prompt, of where that parts from others, of its output, and of those before it."""
 _ONE_DEVICE: Mapping[str, int] = MappingProxyType({})
 
 
@@ -118,6 +120,12 @@ def num_blocks_for(layout: KVLayout, num_tokens: int, max_step_tokens: int) -> i
     Full attention keeps all of it; the other kinds what a step's first query sees, and the step itself.
     """
     return sum(_group_blocks(group, num_tokens, max_step_tokens) for group in layout.groups)
+
+
+def num_useful_blocks(layout: KVLayout, num_seqs: int, num_tokens: int, max_step_tokens: int) -> int:
+    """What so many sequences of `num_tokens` could use at most, checkpoints included, and the null block."""
+    of_checkpoints = 0 if layout.checkpoint is None else _CHECKPOINTS_PER_SEQUENCE * layout.checkpoint.num_blocks
+    return num_seqs * (num_blocks_for(layout, num_tokens, max_step_tokens) + of_checkpoints) + 1
 
 
 def max_request_tokens(layout: KVLayout, num_blocks: int, max_step_tokens: int) -> int:

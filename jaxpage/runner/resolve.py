@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxpage.config import MAX_STEPS_IN_FLIGHT, EngineConfig, SizedConfig
 from jaxpage.errors import ConfigError
-from jaxpage.kv_cache.spec import block_bytes, num_blocks_for
+from jaxpage.kv_cache.spec import block_bytes, num_useful_blocks
 from jaxpage.models.served_model import ServedModel
 from jaxpage.ops.attention.launch import MAX_SPLIT_BLOCK_M, PROGRAMS_PER_SM
 from jaxpage.ops.state_spec import KVLayout
@@ -87,7 +87,7 @@ def resolve_num_blocks(
     budget = fraction * memory.left
     if platform == "cpu":
         budget = min(budget, _CPU_KV_BYTES / config.tensor_parallel_size)
-    useful = config.max_num_seqs * num_blocks_for(layout, max_model_len, config.max_step_tokens) + 1
+    useful = num_useful_blocks(layout, config.max_num_seqs, max_model_len, config.max_step_tokens)
     num_blocks = min(int(budget // of_a_block), useful, max_blocks(layout))
     if num_blocks < 2:
         raise ConfigError(

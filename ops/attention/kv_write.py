@@ -47,6 +47,8 @@ def copy_blocks(
     `branch_free`, it costs n blocks of scratch memory and has no loop of unknown length, at each turn of which the
     host of a GPU would wait for the device.
     """
+    if not len(source):  # a model without paged KV never copies any
+        return buffers
     if not branch_free:
 
         def copy_block(index: jax.Array, buffers: list[jax.Array]) -> list[jax.Array]:

@@ -66,3 +66,10 @@ def test_blocks_are_copied_one_after_another_and_at_once(copies: list[tuple[int,
         for origin, copy in copies:
             expected[copy] = old[origin]
         np.testing.assert_array_equal(after, expected)
+
+
+@pytest.mark.parametrize("branch_free", [False, True])
+def test_without_room_for_copies_buffers_stay_as_they_are(branch_free: bool) -> None:
+    none, buffer = jnp.zeros(0, jnp.int32), jnp.ones((3, 8), jnp.uint8)
+    (kept,) = copy_blocks([buffer], none, none, jnp.int32(0), branch_free=branch_free)
+    assert kept is buffer

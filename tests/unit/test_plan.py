@@ -35,6 +35,7 @@ def layout_of(*block_sizes: int) -> KVLayout:
 
 
 LAYOUTS = [layout_of(4), layout_of(4, 4, 8)]
+WITHOUT_KV = KVLayout((), ((),), 4)
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=["one_group", "three_groups"])
 
 
@@ -127,7 +128,7 @@ def test_a_pack_does_not_change_with_what_it_was_made_of() -> None:
     assert (packed == before).all()
 
 
-@each_layout
+@pytest.mark.parametrize("layout", [*LAYOUTS, WITHOUT_KV], ids=["one_group", "three_groups", "none"])
 def test_an_admission_is_unpacked_as_it_was_packed(layout: KVLayout) -> None:
     rng = random.Random(4)
     for _ in range(10):

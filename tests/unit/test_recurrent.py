@@ -108,7 +108,7 @@ def test_however_a_sequence_is_cut_and_whoever_shares_its_steps_it_reads_the_sam
     values, pieces, start = empty(dtype), [], 0
     for index, end in enumerate(cuts):
         company = {3: (other, index, index + 1)} if index % 2 == 0 else {}
-        reads, values = step(values, {**company, 1: (inputs, start, end)}, num_tokens=16)
+        reads, values = step(values, {**company, 1: (inputs, start, end)}, num_tokens=16, places=2 + index % 2)
         pieces.append(reads[1])
         start = end
     assert np.array_equal(np.concatenate(pieces), whole[1])

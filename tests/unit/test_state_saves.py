@@ -1,8 +1,9 @@
 """Recurrent states in the scheduler: where prompts are cut, what is saved when, and who goes on from it."""
 
+import pytest
 from scheduling import add, add_search, lens, run, sample, scheduler, step
 
-from jaxpage.ops.state_spec import KVSpec, RecurrentSpec
+from jaxpage.ops.state_spec import KVSpec, RecurrentSpec, StateSpec
 from jaxpage.scheduler.scheduler import Scheduler
 from jaxpage.scheduler.step_plan import SchedulerOutput
 
@@ -97,8 +98,9 @@ def test_nobody_finds_a_checkpoint_in_the_step_before_it_is_written() -> None:
     assert loaded(output) == []
 
 
-def test_the_place_where_prompts_part_is_saved_for_the_third() -> None:
-    target = hybrid()
+@pytest.mark.parametrize("specs", [(FULL, STATE), (STATE,)])
+def test_the_place_where_prompts_part_is_saved_for_the_third(specs: tuple[StateSpec, ...]) -> None:
+    target = scheduler(block_size=4, caching=True, specs=specs)
     for request_id, start in (("a", 100), ("b", 200), ("c", 300)):
         request = add(target, request_id, 30, max_tokens=1)
         request.prompt_token_ids[12:] = request.token_ids[12:] = range(start, start + 18)

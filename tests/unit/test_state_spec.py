@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from jaxpage.errors import ConfigError
-from jaxpage.kv_cache.spec import block_bytes, max_request_tokens, num_blocks_for, plan_layout
+from jaxpage.kv_cache.spec import block_bytes, max_request_tokens, num_blocks_for, num_useful_blocks, plan_layout
 from jaxpage.ops.state_spec import (
     CheckpointLayout,
     KVLayout,
@@ -187,6 +187,7 @@ def test_without_paged_kv_a_block_is_a_checkpoint() -> None:
     assert block_bytes(layout, 2, 2) == 2048 + 60
     assert num_blocks_for(layout, 10**6, 64) == 0
     assert max_request_tokens(layout, 1, 64) == 2**31 - 1
+    assert num_useful_blocks(layout, 8, 10**6, 64) > 8
 
 
 def test_an_axis_that_does_not_divide_a_recurrent_state_is_refused_by_name() -> None:

@@ -87,7 +87,8 @@ def pack_admission(admitted: AdmittedRequest, capacity: int, layout: KVLayout, *
     stops = sorted(request.stop_token_ids)
     packed[_HEADER : _HEADER + MAX_STOP_TOKEN_IDS] = stops + [_UNUSED] * (MAX_STOP_TOKEN_IDS - len(stops))
     packed[_HEADER + MAX_STOP_TOKEN_IDS :][: len(admitted.token_ids)] = admitted.token_ids
-    tables = packed[_HEADER + MAX_STOP_TOKEN_IDS + capacity :].reshape(len(layout.groups), -1)
+    tables = packed[_HEADER + MAX_STOP_TOKEN_IDS + capacity :]
+    tables = tables.reshape(len(layout.groups), -(-capacity // layout.block_size))
     for group, table in enumerate(admitted.block_tables):
         tables[group, : len(table)] = table
     return whole
@@ -128,7 +129,7 @@ def unpack_admission(packed: jax.Array, capacity: int, num_groups: int) -> Admit
         frequency_penalty=frequency_penalty,
         stop_token_ids=stops,
         token_ids=token_ids,
-        block_tables=tables.reshape(num_groups, -1),
+        block_tables=tables.reshape(num_groups, tables.size // max(num_groups, 1)),
     )
 
 
