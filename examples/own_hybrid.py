@@ -17,7 +17,7 @@ VOCAB, WIDTH, HEADS, HEAD_DIM, LAYERS, LONGEST = 64, 32, 4, 8, 4, 512
 Params = dict[str, Any]
 
 
-def make_params(mesh: Mesh) -> Params:
+def make_params(mesh: Mesh, *, attends: bool) -> Params:
     """Random ones, with heads and the output head's vocabulary over the mesh."""
     rng = np.random.default_rng(1)
 
@@ -30,7 +30,7 @@ def make_params(mesh: Mesh) -> Params:
             "qkv": put(WIDTH, 3, HEADS, HEAD_DIM, axes=(None, None, "model")),
             "out": put(HEADS, HEAD_DIM, WIDTH, axes=("model",)),
         }
-        return weights | ({"gate": put(WIDTH, HEADS, axes=(None, "model"))} if index % 2 else {})
+        return weights | ({} if attends and index % 2 == 0 else {"gate": put(WIDTH, HEADS, axes=(None, "model"))})
 
     layers = [layer(index) for index in range(LAYERS)]
     return {"table": put(VOCAB, WIDTH), "layers": layers, "head": put(WIDTH, VOCAB, axes=(None, "model"))}
@@ -73,7 +73,7 @@ def logits(params: Params, hidden: jax.Array) -> jax.Array:
     return (hidden @ params["head"]).astype(jnp.float32)
 
 
-def make() -> ServedModel:
+def make(*, attends: bool = True) -> ServedModel:
     """What is served: `--model own_hybrid:make`."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
     attention = KVSpec(HEADS, HEAD_DIM)
@@ -84,8 +84,8 @@ def make() -> ServedModel:
         vocab_size=VOCAB,
         embed_size=WIDTH,
         max_model_len=LONGEST,
-        states=((attention,), (recurrence, last)) * (LAYERS // 2),
-        params=make_params(mesh),
+        states=((attention,) if attends else (recurrence, last), (recurrence, last)) * (LAYERS // 2),
+        params=make_params(mesh, attends=attends),
         mesh=mesh,
         embed=embed,
         forward=forward,
@@ -93,3 +93,8 @@ def make() -> ServedModel:
         heads_axis="model",
         eos_token_ids=(0,),
     )
+
+
+def make_recurrent() -> ServedModel:
+    """The same without attention: what it keeps of a sequence does not grow."""
+    return make(attends=False)
