@@ -116,16 +116,45 @@ def load_params(
     Raises `ModelLoadError` naming tensor and file when one is missing, truncated or of another shape.
     """
 
+    shapes = jax.tree.leaves(param_shapes(specs, dtype, mesh, mesh_axes))
+    transfers = _Transfers(max((_shard_bytes(shape) for shape in shapes), default=0) // 10)
+
     def load(weight: Weight) -> jax.Array | QuantizedWeight:
         sharding, own = weight.sharding(mesh, mesh_axes), np.dtype(weight.dtype or dtype)
         if weight.quantize is None:
-            return _put_shards(weight.shape, sharding, lambda box: _read_box(weight, box, checkpoint, own))
-        return _load_int8(weight, checkpoint, own, sharding)
+            return _put_shards(weight.shape, sharding, lambda box: _read_box(weight, box, checkpoint, own), transfers)
+        return _load_int8(weight, checkpoint, own, sharding, transfers)
 
     return map_weights(load, specs)
 
 
-def _put_shards(shape: tuple[int, ...], sharding: NamedSharding, read: Callable[[Box], np.ndarray]) -> jax.Array:
+class _Transfers:
+    """Copies to devices that may still be under way, and the host arrays behind them still be there."""
+
+    def __init__(self, most_bytes: int) -> None:
+        """So many bytes may be under way while the next shard is read."""
+        self._most_bytes = most_bytes
+        self._num_bytes = 0
+        self._arrays: list[jax.Array] = []
+
+    def add(self, arrays: list[jax.Array], num_bytes: int) -> None:
+        """Note copies of a host array that the caller no longer holds; wait if there are too many."""
+        self._arrays += arrays
+        self._num_bytes += num_bytes
+        if self._num_bytes > self._most_bytes:
+            jax.block_until_ready(self._arrays)
+            self._arrays, self._num_bytes = [], 0
+            gc.collect(0)  # JAX lets go of host arrays that have been copied only here, or in the next transfer
+
+
+def _shard_bytes(shape: jax.ShapeDtypeStruct) -> int:
+    assert shape.sharding is not None
+    return math.prod(shape.sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
+
+
+def _put_shards(
+    shape: tuple[int, ...], sharding: NamedSharding, read: Callable[[Box], np.ndarray], transfers: _Transfers
+) -> jax.Array:
     """An array of which this process makes the parts that its devices hold, each part once."""
     holders: dict[Box, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -135,10 +164,10 @@ def _put_shards(shape: tuple[int, ...], sharding: NamedSharding, read: Callable[
     shards = []
     for box, devices in holders.items():
         host = read(box)
-        # Waits, so that the next shard is not read while this one is still in host memory.
-        shards += jax.block_until_ready([jax.device_put(host, device) for device in devices])
+        copies, num_bytes = [jax.device_put(host, device) for device in devices], host.nbytes
         del host
-        gc.collect(0)  # JAX lets go of host arrays that have been copied only here, or in the next transfer
+        transfers.add(copies, num_bytes)
+        shards += copies
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
@@ -160,7 +189,7 @@ def _read_box(weight: Weight, box: Box, checkpoint: Checkpoint, dtype: np.dtype[
 
 
 def _load_int8(
-    weight: Weight, checkpoint: Checkpoint, dtype: np.dtype[Any], sharding: NamedSharding
+    weight: Weight, checkpoint: Checkpoint, dtype: np.dtype[Any], sharding: NamedSharding, transfers: _Transfers
 ) -> QuantizedWeight:
     """A channel's scale needs all its inputs: where these are divided among processes, each reads them all."""
     inputs = range(weight.shape[-1])
@@ -181,8 +210,8 @@ def _load_int8(
         return out
 
     return QuantizedWeight(
-        _put_shards(weight.shape, sharding, values),
-        _put_shards(weight.shape[:-1], _channel_sharding(sharding), scale),
+        _put_shards(weight.shape, sharding, values, transfers),
+        _put_shards(weight.shape[:-1], _channel_sharding(sharding), scale, transfers),
         dtype,
     )
 
