@@ -120,7 +120,7 @@ class Client:
             return
         match message:
             case wire.Ready() as limits:
-                self._limits = limits
+                self._limits, self.stats = limits, limits.stats
             case wire.Outputs():
                 self.stats = message.stats
                 if self._metrics is not None:

@@ -62,6 +62,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     """Most tokens of each sequence of a beam search 1, 2, ... beams wide: all of them must fit in the KV cache."""
     embedding_size: int
     """Numbers of a hidden state."""
+    stats: dict[str, float] = {}
+    """How the engine stands; see `EngineCore.stats`."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

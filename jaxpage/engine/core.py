@@ -6,6 +6,8 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from jaxpage.config import EngineConfig
 from jaxpage.engine.loops import LOOPS
 from jaxpage.errors import ConfigError, JaxpageError, RequestError
@@ -104,6 +106,7 @@ class EngineCore:
             embedding_size=model.embed_size,
         )
         self.runner.warm_up()
+        self.ready = msgspec.structs.replace(self.ready, stats=self.stats())
 
     @property
     def scheduler(self) -> Scheduler:
