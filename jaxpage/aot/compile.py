@@ -45,8 +45,8 @@ def compile_programs(config: EngineConfig, target: str, out: Path) -> int:
     cache = _ReportingCache(out, mesh, free)
     programs = ProgramCompiler(cache, plan, progress=lambda done, total: None)
     try:
-        for piece in EMPTY.variants(plan):
-            programs.get(EMPTY.name, piece)
+        for group in EMPTY.variants(plan):
+            programs.get(EMPTY.name, group)
         programs.wait(background=False)
     except BaseException:
         programs.give_up()

@@ -46,8 +46,8 @@ class DeviceBatch:
             started = time.perf_counter()
             self._pieces: dict[Piece, Any] = {"params": plan.model.load_params()}
             logger.info("weights loaded as %s in %.1f s", plan.model.dtype, time.perf_counter() - started)
-            self._pieces |= {piece: self._empty(piece) for piece in plan.makers if piece != "kv_cache"}
-            self._pieces["kv_cache"] = kv_cache.result()
+            for group in plan.empty_groups:
+                self._pieces |= kv_cache.result() if group == "kv_cache" else self._empty(group)
         self._walls = self._make_room() if plan.target.gpu is not None else []
 
     def run(self, name: str, told: np.ndarray | None, variant: Any = None) -> Any:
@@ -83,9 +83,9 @@ class DeviceBatch:
 
     def sleep(self, *, offload_weights: bool) -> None:
         """Free KV cache and logits, whose content is lost; with `offload_weights`, move the weights to host memory."""
-        for piece in self._plan.scratch:
-            for array in jax.tree.leaves(self._pieces[piece]):
-                array.delete()
+        scratch = [piece for group in self._plan.scratch for piece in self._plan.empty_groups[group]]
+        for array in jax.tree.leaves([self._pieces[piece] for piece in scratch]):
+            array.delete()
         self._offloaded = self._pieces["params"]
         if offload_weights:
             self._offloaded = jax.device_get(self._pieces["params"])
@@ -97,12 +97,13 @@ class DeviceBatch:
         shardings = jax.tree.map(lambda shape: shape.sharding, self._plan.shapes["params"])
         self._pieces["params"] = jax.device_put(self._offloaded, shardings)
         self._offloaded = None
-        for piece in self._plan.scratch:
-            self._pieces[piece] = self._empty(piece)
+        for group in self._plan.scratch:
+            self._pieces |= self._empty(group)
 
-    def _empty(self, piece: Piece) -> Any:
-        _, made = self._programs.get(EMPTY.name, piece)()
-        return made
+    def _empty(self, group: str) -> dict[Piece, Any]:
+        """Pieces that hold nothing."""
+        _, made = self._programs.get(EMPTY.name, group)()
+        return dict(zip(self._plan.empty_groups[group], made, strict=True))
 
     def _input(self, program: Program[Any], variant: Any, told: np.ndarray | None) -> jax.Array | None:
         """What a program is told, on the devices.

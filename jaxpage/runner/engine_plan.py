@@ -94,10 +94,16 @@ class EnginePlan:
         logits = {("logits", number): self._maker_of_logits(number) for number in numbers}
         return {"kv_cache": self.make_kv_cache, "state": self.make_state, "hidden": self.make_hidden, **logits}
 
+    @cached_property
+    def empty_groups(self) -> dict[str, list[Any]]:
+        """Pieces of `makers` that one program makes together, by its name: a start loads a file for each program."""
+        logits = [piece for piece in self.makers if isinstance(piece, tuple)]
+        return {"kv_cache": ["kv_cache"], "batch": ["state", "hidden"], "logits": logits}
+
     @property
-    def scratch(self) -> list[Any]:
-        """Pieces whose content nobody misses once all requests have been preempted."""
-        return [piece for piece in self.makers if piece not in ("state", "hidden")]
+    def scratch(self) -> list[str]:
+        """Groups whose content nobody misses once all requests have been preempted."""
+        return ["kv_cache", "logits"]
 
     @property
     def replicated(self) -> NamedSharding:

@@ -48,8 +48,8 @@ def assert_same(given: list[RequestOutput], expected: list[RequestOutput]) -> No
                     assert logprob.logprob == pytest.approx(other_at[token_id].logprob, abs=1e-3)
 
 
-def num_accepted(llm: LLM) -> float:
-    return llm.stats["spec_decode_num_accepted_tokens"]
+def num_accepted(llm: LLM) -> int:
+    return core_of(llm).scheduler.acceptance.num_accepted_tokens
 
 
 LONG: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}

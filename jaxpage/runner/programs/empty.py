@@ -9,35 +9,35 @@ from jaxpage.runner.engine_plan import EnginePlan
 from jaxpage.runner.programs.program import Piece, Program, Stage
 
 
-class Empty(Program[Piece]):
-    """() -> a piece that holds nothing."""
+class Empty(Program[str]):
+    """() -> the pieces of one of `EnginePlan.empty_groups`, in its order, which hold nothing."""
 
     name = "empty"
 
-    def variants(self, plan: EnginePlan) -> Sequence[Piece]:
-        return list(plan.makers)
+    def variants(self, plan: EnginePlan) -> Sequence[str]:
+        return list(plan.empty_groups)
 
-    def stage(self, plan: EnginePlan, variant: Piece) -> tuple[Stage, int]:
+    def stage(self, plan: EnginePlan, variant: str) -> tuple[Stage, int]:
         return Stage.WHEN_RUN, 0
 
-    def takes(self, plan: EnginePlan, variant: Piece) -> Sequence[Piece]:
+    def takes(self, plan: EnginePlan, variant: str) -> Sequence[Piece]:
         return []
 
     changes = takes
 
-    def nothing(self, plan: EnginePlan, variant: Piece) -> None:
+    def nothing(self, plan: EnginePlan, variant: str) -> None:
         return None
 
-    def function(self, plan: EnginePlan, variant: Piece) -> Callable[..., Any]:
-        return lambda: ((), plan.makers[variant]())
+    def function(self, plan: EnginePlan, variant: str) -> Callable[..., Any]:
+        return lambda: ((), [plan.makers[piece]() for piece in plan.empty_groups[variant]])
 
-    def other_shapes(self, plan: EnginePlan, variant: Piece) -> Any:
-        return plan.shapes[variant]
+    def other_shapes(self, plan: EnginePlan, variant: str) -> Any:
+        return [plan.shapes[piece] for piece in plan.empty_groups[variant]]
 
-    def result_sharding(self, plan: EnginePlan, variant: Piece) -> Any:
-        return jax.tree.map(lambda shape: shape.sharding, plan.shapes[variant])
+    def result_sharding(self, plan: EnginePlan, variant: str) -> Any:
+        return jax.tree.map(lambda shape: shape.sharding, self.other_shapes(plan, variant))
 
-    def title(self, variant: Piece) -> str:
+    def title(self, variant: str) -> str:
         return f"{self.name} {variant}"
 
 
