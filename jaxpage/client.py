@@ -163,7 +163,7 @@ class Client:
                 continue  # aborted meanwhile
             request, reader = found
             try:
-                delta, must_abort = request.take(output)
+                delta, must_abort = request.take(output, message.weight_version)
             except Exception:  # whatever its text does to us, the others go on
                 logger.exception("request %s fails", request.request_id)
                 self.end(request.request_id, "error")

@@ -215,10 +215,22 @@ class LLM:
         snapshot: dict[str, Any] = self._call("kv_cache_snapshot")
         return snapshot
 
-    def _call(self, utility: str) -> Any:
+    def update_params(self, params: Any, version: int | None = None, *, running: str = "keep") -> int:
+        """Go on with other weights, with `multiprocess=False` only; see `EngineCore.update_params`.
+
+        params: a pytree of `jax.Array`s as the model's own, on any devices of this process, which stays the caller's:
+        its values are copied from device to device, in the engine's own types. All of it is taken, or nothing.
+        Returns the version that outputs carry from now on. Raises `RequestError`.
+        """
+        if not isinstance(self._engine, LocalEngine):
+            raise RequestError("this engine has a process of its own, which arrays cannot reach: multiprocess=False")
+        updated: int = self._call("update_params", params, version, running)
+        return updated
+
+    def _call(self, utility: str, *args: Any) -> Any:
         self._check_open()
         answer: Future[Any] = Future()
-        self._client.call(answer, utility)
+        self._client.call(answer, utility, *args)
         while not answer.done():
             self._client.take(self._engine.receive())
         return answer.result()

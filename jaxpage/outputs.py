@@ -81,6 +81,8 @@ class CompletionOutput:
     """Of a beam search: cumulative_logprob / tokens ** length_penalty."""
     embedding: list[float] | None = None
     """Of the prompt, where that was asked for; there is no text then."""
+    weight_versions: list[int] = field(default_factory=list)
+    """Per generated token, which weights gave it; empty as long as it was those that the engine began with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,8 @@ class SequenceDelta:
     """Of the new tokens."""
     score: float | None = None
     embedding: list[float] | None = None
+    weight_versions: list[int] = field(default_factory=list)
+    """Of the new tokens."""
 
     @staticmethod
     def joined(deltas: "Sequence[SequenceDelta]") -> "SequenceDelta":
@@ -137,7 +141,12 @@ class SequenceDelta:
             None if last.logprobs is None else [entry for delta in deltas for entry in delta.logprobs or ()],
             last.score,
             last.embedding,
+            _joined_versions(deltas) if any(delta.weight_versions for delta in deltas) else [],
         )
+
+
+def _joined_versions(deltas: "Sequence[SequenceDelta]") -> list[int]:
+    return [version for it in deltas for version in it.weight_versions or [0] * len(it.token_ids)]
 
 
 @dataclass(frozen=True, slots=True)

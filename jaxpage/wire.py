@@ -133,6 +133,8 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
     """Tokens of each step dispatched since the last message."""
     started: list[tuple[str, float]] = []
     """Sequences that got a row since then, and when: seconds since the Unix epoch."""
+    weight_version: int = 0
+    """Of the weights that gave them."""
 
 
 class Returned(msgspec.Struct, frozen=True, tag="returned", array_like=True):

@@ -35,9 +35,11 @@ _GRAMMAR_SECONDS = 0.01
 
 UTILITIES = (
     *("reset_prefix_cache", "kv_cache_snapshot", "pause", "resume", "is_paused"),
-    *("sleep", "wake_up", "is_sleeping", "start_profile", "stop_profile"),
+    *("sleep", "wake_up", "is_sleeping", "start_profile", "stop_profile", "update_params"),
 )
 """What a client may call by name."""
+WHEN_UPDATED = ("keep", "recompute", "abort")
+"""What becomes of requests that have begun when weights change."""
 
 
 class EngineCore:
@@ -91,6 +93,13 @@ class EngineCore:
         self._ended_early: list[SequenceOutput] = []
         """What the next step gives besides its own."""
         self._is_traced = False
+        self.weight_version = 0
+        """Of the weights that the next step computes with."""
+        self._reported_version = 0
+        """Of those that gave what the last step gave."""
+        self._num_weight_updates = 0
+        self._broken: str | None = None
+        """Why no step may follow."""
         self.ready = Ready(
             max_model_len=plan.max_model_len,
             vocab_size=model.vocab_size,
@@ -152,6 +161,7 @@ class EngineCore:
             eos_token_ids=self._eos_token_ids,
             max_drafts=self._max_drafts,
             processors=self.ready.logits_processors,
+            weights=self._num_weight_updates,
         )
         if (structured := message.params.structured_outputs) is not None:
             for sequence in sequences:
@@ -209,6 +219,43 @@ class EngineCore:
     def is_sleeping(self) -> bool:
         return self.runner.is_sleeping
 
+    def update_params(self, params: Any, version: int | None = None, running: str = "keep") -> int:
+        """Go on with other weights: a pytree as the model's own, of arrays on any devices of this process.
+
+        version: what outputs call them; by default the number after the last one. running: what becomes of requests
+        that have begun. "keep" goes on from the KV that the old weights gave, "recompute" computes that anew, "abort"
+        ends them. No prefix that the old weights computed is found from now on. Returns the version. Raises
+        `RequestError`, and changes nothing, where the weights do not fit by name, shape or kind, or are not finite.
+        """
+        version = self.weight_version + 1 if version is None else version
+        if not isinstance(version, int) or version < 0:
+            raise RequestError(f"version is {version!r}: it must be a whole number of at least 0", "version")
+        if running not in WHEN_UPDATED:
+            raise RequestError(f"running is {running!r}: choose from {', '.join(WHEN_UPDATED)}", "running")
+        if self.runner.is_sleeping:
+            raise RequestError("the engine is asleep: wake it up first")
+        arrays = self.runner.check_params(params)
+        self._ended_early += self.loop.drain()
+        if running == "abort":
+            self._ended_early += self._abort_begun()
+        elif running == "recompute":
+            self.scheduler.preempt_all()
+        self._broken = "an update of the weights failed half-way"
+        self.runner.update_params(arrays)
+        self._broken = None
+        self.weight_version, self._num_weight_updates = version, self._num_weight_updates + 1
+        for request in self.scheduler.waiting:
+            request.begin_anew(self._num_weight_updates)
+        self.reset_prefix_cache()  # gives the memory back at once where nothing runs
+        return version
+
+    def _abort_begun(self) -> list[SequenceOutput]:
+        """End the requests that have generated something, or may have."""
+        begun = [it for it in (*self.scheduler.running, *self.scheduler.waiting) if it.num_cached_tokens is not None]
+        for request in begun:
+            self.abort(request.request_id)
+        return [TokenOutput(request.request_id, [], "abort") for request in begun]
+
     def start_profile(self, folder: str) -> None:
         """Trace what this process and its devices do. Raises `RequestError` if it is being traced, or cannot be."""
         if self._is_traced:
@@ -239,7 +286,12 @@ class EngineCore:
 
     def step(self) -> list[SequenceOutput]:
         """Take the loop one step on. Returns what is known to have been generated, if anything."""
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
         outputs, self._ended_early = self._ended_early, []
+        if outputs and self._reported_version != self.weight_version:
+            return outputs  # what the weights before gave
+        self._reported_version = self.weight_version
         self.scheduler.token_budget = self.runner.token_budget
         with self.runner.watched():
             outputs += self.loop.drain() if self._stands_still else self.loop.step()
@@ -269,7 +321,7 @@ class EngineCore:
         loop = self.loop
         step_tokens, loop.step_tokens = loop.step_tokens, []
         started, loop.started = loop.started, []
-        return Outputs(outputs, self.stats(), step_tokens, started)
+        return Outputs(outputs, self.stats(), step_tokens, started, self._reported_version)
 
     def close(self) -> None:
         """Stop whatever still goes on in the background."""

@@ -36,6 +36,9 @@ class ExtraKeys:
     """Shares blocks only with requests of the same salt; part of the first block's key, and so of all."""
     lora_name: str | None = None
     media: tuple[MediaItem, ...] = ()
+    weights: int = 0
+    """How often the weights had been replaced when it began: KV of other weights is not its own. As the salt, part of
+    the first block's key."""
 
     def for_block(self, start: int, end: int) -> tuple[object, ...]:
         """Extra keys of the block of positions `start` to `end`: names, and media with offsets relative to `start`.
@@ -48,6 +51,8 @@ class ExtraKeys:
                 keys.append((item.digest, item.start - start))
         if start == 0 and self.cache_salt is not None:
             keys.append(("salt", self.cache_salt))
+        if start == 0 and self.weights:
+            keys.append(("weights", self.weights))
         return tuple(keys)
 
 

@@ -69,5 +69,6 @@ class _Sequence:
                 whole.logprobs,
                 whole.score,
                 whole.embedding,
+                whole.weight_versions,
             )
         return self._output

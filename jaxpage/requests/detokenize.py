@@ -34,7 +34,9 @@ class SequenceText:
         self._text = StopText(message.params)
         self._cumulative_logprob: float | None = None if message.params.logprobs is None else 0.0
 
-    def take(self, output: wire.TokenOutput, embedding: list[float] | None = None) -> SequenceDelta:
+    def take(
+        self, output: wire.TokenOutput, weight_version: int = 0, embedding: list[float] | None = None
+    ) -> SequenceDelta:
         """Take in new tokens, and the embedding that came with them. The sequence must not have ended.
 
         A stop string ends it, perhaps before the engine does; tokens behind that are dropped.
@@ -57,12 +59,13 @@ class SequenceText:
             self._cumulative_logprob,
             logprobs,
             embedding=embedding,
+            weight_versions=[weight_version] * len(token_ids) if weight_version else [],
         )
 
-    def take_beam(self, beam: wire.BeamSequence) -> SequenceDelta:
+    def take_beam(self, beam: wire.BeamSequence, weight_version: int = 0) -> SequenceDelta:
         """Take in all of a sequence that a beam search has found."""
         stop_token_id = beam.token_ids[-1] if beam.token_ids[-1] in self._params.stop_token_ids else None
-        delta = self.take(wire.TokenOutput("", beam.token_ids, beam.finish_reason, stop_token_id))
+        delta = self.take(wire.TokenOutput("", beam.token_ids, beam.finish_reason, stop_token_id), weight_version)
         return dataclasses.replace(delta, cumulative_logprob=beam.cumulative_logprob, score=beam.score)
 
     def end(self, reason: str) -> SequenceDelta:

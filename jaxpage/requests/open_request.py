@@ -109,7 +109,7 @@ class OpenRequest:
         """Its first step was sent to the device, so many seconds since the Unix epoch; later ones do not count."""
         self._scheduled_time = self._scheduled_time or seconds
 
-    def take(self, output: wire.SequenceOutput) -> tuple[RequestDelta, bool]:
+    def take(self, output: wire.SequenceOutput, weight_version: int = 0) -> tuple[RequestDelta, bool]:
         """Take in new tokens. Returns what is new, and whether the engine must be told to stop the sequence.
 
         A stop string ends a sequence here, where text is known; the engine goes on until it is told.
@@ -125,14 +125,14 @@ class OpenRequest:
                 SequenceText(index, self.message, self._tokenizer) for index in range(len(output.sequences))
             ]
             found = zip(self._sequences, output.sequences, strict=True)
-            return self._delta([sequence.take_beam(beam) for sequence, beam in found]), False
+            return self._delta([sequence.take_beam(beam, weight_version) for sequence, beam in found]), False
         sequence = self._by_id[output.sequence_id]
         if sequence.finish_reason is not None:  # what the engine gave before it was told to stop
             return self._delta([]), False
         embedding = None
         if self._pooling is not None and output.pooled:
             embedding = embedding_of(output.pooled, self._pooling)
-        delta = sequence.take(output, embedding)
+        delta = sequence.take(output, weight_version, embedding)
         return self._delta([delta], of_prompt), delta.finish_reason is not None and output.finish_reason is None
 
     def end(self, reason: str) -> RequestDelta:

@@ -1,7 +1,7 @@
 """A request inside the engine: its tokens, how far they are computed, and whether it goes on."""
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -192,6 +192,11 @@ class Request:
         if len(self.token_ids) // block_size > len(self.keys):
             self.keys += block_keys(self.token_ids, block_size, self.keys, self.extra_keys)
         return self.keys
+
+    def begin_anew(self, weights: int) -> None:
+        """Its KV will be computed from its first token on, by weights that have been replaced so often."""
+        self.extra_keys = replace(self.extra_keys or ExtraKeys(), weights=weights)
+        self.keys = []
 
     def append(self, token_id: int) -> tuple[str | None, int | None]:
         """Add a generated token. Returns the finish reason (None to go on) and the stop token that caused it, if any.

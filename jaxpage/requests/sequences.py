@@ -17,10 +17,12 @@ def sequences_of(
     eos_token_ids: Sequence[int],
     max_drafts: int,
     processors: Sequence[str],
+    weights: int = 0,
 ) -> list[Request]:
     """The requests that a message asks for, the one to queue first: the others fork from it or are in its group.
 
-    `arrival` counts messages, `max_drafts` is the engine's own limit, and `processors` names its logits processors.
+    `arrival` counts messages, `max_drafts` is the engine's own limit, and `processors` names its logits processors;
+    `weights` counts how often the engine's weights have been replaced.
     """
     params, beam = message.params, message.beam
     eos = () if params.ignore_eos else eos_token_ids
@@ -46,7 +48,7 @@ def sequences_of(
             bad_words=message.bad_words,
             pooling=message.pooling,
             own_processors=sum(1 << processors.index(name) for name in set(params.logits_processors)),
-            extra_keys=None if message.cache_salt is None else ExtraKeys(cache_salt=message.cache_salt),
+            extra_keys=ExtraKeys(message.cache_salt, weights=weights) if message.cache_salt or weights else None,
         )
         for index in range(params.n if beam is None else beam.beam_width)
     ]

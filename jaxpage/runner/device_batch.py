@@ -16,10 +16,14 @@ from jaxpage.runner.engine_plan import EnginePlan
 from jaxpage.runner.programs.empty import EMPTY
 from jaxpage.runner.programs.program import Piece, Program
 from jaxpage.runner.programs.registry import PROGRAMS
+from jaxpage.runner.weights.assign import Assign
+from jaxpage.runner.weights.new_params import by_name, checked
 
 logger = logging.getLogger(__name__)
 
 _SMALLEST_BYTES = 256
+_CHUNK_BYTES = 64 * 2**20
+"""Of each device, at most, for weights that are on their way from other devices."""
 _ROOM_BYTES = [_SMALLEST_BYTES << size for size in range(5) for _ in range(4)]
 """What JAX's allocator gives is a multiple of the smallest. Tokens of 64 rows take as much, edits twice that."""
 
@@ -31,6 +35,8 @@ class DeviceBatch:
         """Loads the weights. Raises `ModelLoadError`."""
         self._plan = plan
         self._programs = programs
+        self._assign = Assign(_CHUNK_BYTES)
+        self._owns_params = callable(plan.model.params)
         self._offloaded: Any = None
         """The weights while asleep."""
         self._calls: dict[tuple[str, Any], tuple[list[Piece], list[Piece]]] = {}
@@ -69,6 +75,24 @@ class DeviceBatch:
             pieces[piece] = value
         return result
 
+    def check_params(self, params: Any) -> dict[str, jax.Array]:
+        """The arrays of other weights by name. Raises `RequestError` where one does not fit those that are here."""
+        return checked(params, self._plan.shapes["params"], self._assign.is_finite)
+
+    def update_params(self, arrays: dict[str, jax.Array]) -> None:
+        """Take other weights, as `check_params` gives them, in the memory of those that are here.
+
+        Arrays that the model's owner has made are left alone: the first update is in memory of its own.
+        """
+        shapes = self._plan.shapes["params"]
+        wanted, old = by_name(shapes), by_name(self._pieces["params"])
+        if not self._owns_params:
+            new = [self._assign.fresh(shape, arrays[name]) for name, shape in wanted.items()]
+        else:
+            new = [self._assign.copy(old.pop(name), arrays[name]) for name in wanted]
+        self._owns_params = True
+        self._pieces["params"] = jax.tree.unflatten(jax.tree.structure(shapes), new)
+
     def wait(self) -> None:
         """Return when the devices have run everything."""
         jax.block_until_ready(self._pieces["state"])
@@ -95,6 +119,7 @@ class DeviceBatch:
     def wake_up(self) -> None:
         """Take the memory again: an empty KV cache, and the weights."""
         shardings = jax.tree.map(lambda shape: shape.sharding, self._plan.shapes["params"])
+        self._owns_params = self._owns_params or not isinstance(jax.tree.leaves(self._offloaded)[0], jax.Array)
         self._pieces["params"] = jax.device_put(self._offloaded, shardings)
         self._offloaded = None
         for group in self._plan.scratch:
@@ -106,7 +131,7 @@ class DeviceBatch:
         return dict(zip(self._plan.empty_groups[group], made, strict=True))
 
     def _input(self, program: Program[Any], variant: Any, packed: np.ndarray | None) -> jax.Array | None:
-        """What a program is packed, on the devices.
+        """The input of a program, on the devices.
 
         What has an effect only once may come a second time in place of nothing, and nothing need be sent. All inputs
         of such a program lie at the same address if memory is free as it was: a GPU's graph stays as it is.

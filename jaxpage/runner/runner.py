@@ -207,6 +207,16 @@ class Runner:
             self._others.send(Launch("wake_up"))
         self._batch.wake_up()
 
+    def check_params(self, params: Any) -> dict[str, jax.Array]:
+        """The arrays of other weights by their names. Raises `RequestError` unless each fits the model's own."""
+        if isinstance(self._others, Followers):
+            raise RequestError("weights of several processes are not updated: use one process")
+        return self._batch.check_params(params)
+
+    def update_params(self, arrays: dict[str, jax.Array]) -> None:
+        """Go on with other weights, as `check_params` gives them; nothing may be in flight."""
+        self._batch.update_params(arrays)
+
     def start_trace(self, folder: str) -> None:
         """Begin a profile that is written to `folder`."""
         jax.profiler.start_trace(folder)

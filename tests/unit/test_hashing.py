@@ -73,6 +73,7 @@ def test_a_lora_is_named_in_every_block() -> None:
 
 def test_a_lora_is_not_taken_for_a_salt_of_its_name() -> None:
     assert digests(TOKENS[:4], ExtraKeys(lora_name="a")) != digests(TOKENS[:4], ExtraKeys(cache_salt="a"))
+    assert len({tuple(digests(TOKENS, ExtraKeys(weights=count))) for count in range(3)}) == 3
 
 
 def test_media_are_named_in_the_blocks_that_they_touch_by_their_offset_from_the_block_start() -> None:

@@ -136,8 +136,20 @@ def compile_program(
 
 def jit_to_measure(function: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
     """A function by itself, compiled for the devices that its arguments lie on, for benches."""
-    device = next(iter(jax.tree.leaves(args)[0].sharding.device_set))
-    return jax.jit(function).lower(*args).compile(compiler_options(device))
+    return compile_function(function, *args)
+
+
+def compile_function(
+    function: Callable[..., Any], *args: Any, donated: int | None = None, out_shardings: Any = None
+) -> jax.stages.Compiled:
+    """A function of arrays that are no pieces, compiled for their devices.
+
+    donated: the argument whose memory the result takes.
+    """
+    sharding = jax.tree.leaves(args)[0].sharding if args else out_shardings
+    device = next(iter(sharding.device_set))
+    jitted = jax.jit(function, donate_argnums=() if donated is None else donated, out_shardings=out_shardings)
+    return jitted.lower(*args).compile(compiler_options(device))
 
 
 def replicated(plan: "EnginePlan") -> NamedSharding:

@@ -1,0 +1,1 @@
+"""Weights that are replaced while the engine serves."""
