@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever read our output has left; what is still in its buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return code
 
 
@@ -225,7 +229,9 @@ def _chat(args: argparse.Namespace) -> int:
     from jaxpage.async_engine import AsyncEngine
     from jaxpage.server.in_process import LocalServer
 
-    config = EngineConfig(**given | ({} if args.model_argument is None else {"model": args.model_argument}))
+    # One request at a time needs few programs, and those that compile meanwhile would tell of it in the chat.
+    alone = {"max_num_seqs": 1, "background_compile": False}
+    config = EngineConfig(**alone | given | ({} if args.model_argument is None else {"model": args.model_argument}))
     if sys.stderr.isatty():
         print(f"loading {config.model}", file=sys.stderr)
     with LocalServer(lambda: AsyncEngine(config), ServerConfig(log_requests=False)) as local:

@@ -60,6 +60,7 @@ class Chat:
         self._out = out
         self._is_terminal = is_terminal
         self._has_styles = is_terminal and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+        self._is_dim = False
         self.is_over = False
         """Whether the user has asked to end."""
 
@@ -111,7 +112,8 @@ class Chat:
                     raise
                 is_stopped = True
             finally:
-                self._out.write((_PLAIN if self._has_styles else "") + "\n")
+                self._dim(False)
+                self._out.write("\n")
                 self._out.flush()
         if is_stopped:
             self._note("stopped")
@@ -123,17 +125,25 @@ class Chat:
         for piece in pieces:
             if piece.is_reasoning and not self._is_terminal:
                 continue
-            if piece.is_reasoning != was_reasoning:
-                was_reasoning = piece.is_reasoning
-                style = (_DIM if was_reasoning else _PLAIN) if self._has_styles else ""
-                self._out.write(style if was_reasoning else f"{style}\n\n")
+            self._dim(piece.is_reasoning)
+            if was_reasoning and not piece.is_reasoning:
+                self._out.write("\n\n")
+            was_reasoning = piece.is_reasoning
             self._out.write(piece.text.translate(_CONTROLS) if self._is_terminal else piece.text)
             self._out.flush()
 
+    def _dim(self, is_dim: bool) -> None:
+        """Write in a fainter style from here on, or as usual."""
+        if self._has_styles and is_dim != self._is_dim:
+            self._is_dim = is_dim
+            self._out.write(_DIM if is_dim else _PLAIN)
+
     def _note(self, text: str) -> None:
         if self._is_terminal:
-            start, end = (_DIM, _PLAIN) if self._has_styles else ("", "")
-            print(f"{start}({text}){end}", file=self._out)
+            self._dim(True)
+            self._out.write(f"({text})")
+            self._dim(False)
+            self._out.write("\n")
 
 
 def messages(lines: Iterator[str] | TextIO) -> Iterator[str]:
