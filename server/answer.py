@@ -19,8 +19,8 @@ from jaxpage.errors import RequestError
 from jaxpage.outputs import SequenceDelta
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.server.generation import Generation
-from jaxpage.server.logprobs import Entry, ScoredTokens
-from jaxpage.server.protocol import GenerationRequest, Usage
+from jaxpage.server.openai.logprobs import Entry, ScoredTokens
+from jaxpage.server.openai.protocol import GenerationRequest, Usage
 from jaxpage.server.request_log import record_of
 from jaxpage.server.service import service_of
 from jaxpage.server.sse import data_frames, event_response, whole_response

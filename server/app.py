@@ -18,19 +18,19 @@ from starlette.routing import Route
 
 from jaxpage.errors import EngineDeadError, RequestError
 from jaxpage.metrics import CONTENT_TYPE
+from jaxpage.server.anthropic.messages import count_tokens, create_message
 from jaxpage.server.auth import ApiKeys
-from jaxpage.server.chat import chat_completions
-from jaxpage.server.completions import completions
-from jaxpage.server.debug import DEBUG_ROUTES
-from jaxpage.server.embeddings import embeddings, score
 from jaxpage.server.errors import ApiError, error_response
-from jaxpage.server.messages import count_tokens, create_message
+from jaxpage.server.openai.chat import chat_completions
+from jaxpage.server.openai.completions import completions
+from jaxpage.server.openai.embeddings import embeddings, score
+from jaxpage.server.openai.responses import create_response, delete_response, get_response
 from jaxpage.server.openapi import Health, Load, ModelCard, ModelList, Version, openapi
 from jaxpage.server.page import page_routes
 from jaxpage.server.request_log import REQUEST_ID_HEADER, RequestLog, record_of
-from jaxpage.server.responses import create_response, delete_response, get_response
 from jaxpage.server.service import Service, service_of
-from jaxpage.server.tokenization import detokenize, tokenize
+from jaxpage.server.vllm.debug import DEBUG_ROUTES
+from jaxpage.server.vllm.tokenization import detokenize, tokenize
 from jaxpage.server_config import ServerConfig
 
 if TYPE_CHECKING:

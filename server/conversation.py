@@ -21,13 +21,13 @@ import msgspec
 
 from jaxpage.errors import RequestError
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
-from jaxpage.server.chat_protocol import ChatRequest
-from jaxpage.server.dialect import FALLBACK, Dialect
-from jaxpage.server.reader import Reader, Reading
-from jaxpage.server.reasoning import ReasoningFormat
-from jaxpage.server.splitter import Parts, Splitter
-from jaxpage.server.tools import ToolFormat
-from jaxpage.server.tools.json_formats import Hermes
+from jaxpage.server.openai.chat_protocol import ChatRequest
+from jaxpage.server.parsing.dialect import FALLBACK, Dialect
+from jaxpage.server.parsing.reader import Reader, Reading
+from jaxpage.server.parsing.reasoning import ReasoningFormat
+from jaxpage.server.parsing.splitter import Parts, Splitter
+from jaxpage.server.parsing.tools import ToolFormat
+from jaxpage.server.parsing.tools.json_formats import Hermes
 
 if TYPE_CHECKING:
     from jaxpage.async_engine import AsyncEngine

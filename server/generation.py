@@ -14,8 +14,8 @@ from starlette.types import Receive
 
 from jaxpage.outputs import RequestDelta, SequenceDelta
 from jaxpage.server.errors import ApiError
-from jaxpage.server.logprobs import Entry
-from jaxpage.server.protocol import PromptTokensDetails, Usage
+from jaxpage.server.openai.logprobs import Entry
+from jaxpage.server.openai.protocol import PromptTokensDetails, Usage
 
 if TYPE_CHECKING:
     from jaxpage.async_engine import RequestStream

@@ -14,12 +14,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jaxpage.server import messages_protocol, responses_protocol
-from jaxpage.server.chat_protocol import ChatChunk, ChatCompletion, ChatRequest
-from jaxpage.server.embeddings import EmbeddingList, EmbeddingsRequest, ScoreList, ScoreRequest
+from jaxpage.server.anthropic import protocol as messages_protocol
 from jaxpage.server.errors import AnthropicError, ErrorBody
-from jaxpage.server.protocol import Completion, CompletionRequest, ModelRequest
-from jaxpage.server.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
+from jaxpage.server.openai import responses_protocol
+from jaxpage.server.openai.chat_protocol import ChatChunk, ChatCompletion, ChatRequest
+from jaxpage.server.openai.embeddings import EmbeddingList, EmbeddingsRequest, ScoreList, ScoreRequest
+from jaxpage.server.openai.protocol import Completion, CompletionRequest, ModelRequest
+from jaxpage.server.vllm.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
 
 _REF = "#/components/schemas/{name}"
 _MESSAGE = {

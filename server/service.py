@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from jaxpage.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
-from jaxpage.server.dialect import Dialect, dialect_of
 from jaxpage.server.errors import ApiError, shutting_down
 from jaxpage.server.generation import Generation
-from jaxpage.server.protocol import ModelRequest, decode
-from jaxpage.server.response_store import ResponseStore
+from jaxpage.server.openai.protocol import ModelRequest, decode
+from jaxpage.server.openai.response_store import ResponseStore
+from jaxpage.server.parsing.dialect import Dialect, dialect_of
 from jaxpage.server_config import ServerConfig
 
 if TYPE_CHECKING:

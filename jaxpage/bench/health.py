@@ -33,11 +33,11 @@ def watched(base_url: str) -> Iterator[list[float]]:
         try:
             yield times
         finally:
-            told, _ = process.communicate()
+            said, _ = process.communicate()
         try:
-            times += json.loads(told)
+            times += json.loads(said)
         except ValueError:
-            raise ConfigError(f"{base_url}/health does not answer as it should: {told.strip() or '?'}") from None
+            raise ConfigError(f"{base_url}/health does not answer as it should: {said.strip() or '?'}") from None
 
 
 def main(base_url: str) -> None:
@@ -61,14 +61,31 @@ def main(base_url: str) -> None:
     print("asking", flush=True)
     while not times or not over.wait(INTERVAL_SECONDS):
         started = time.perf_counter()
-        connection.request("GET", parts.path.rstrip("/") + "/health")
-        answer = connection.getresponse()
-        said = answer.read()
-        if answer.status != 200:
-            print(f"{answer.status} {said.decode(errors='replace')}")
+        try:
+            status, said = _ask(connection, parts.path.rstrip("/") + "/health")
+        except (OSError, http.client.HTTPException) as error:
+            print(f"{type(error).__name__}: {error}")
+            return
+        if status != 200:
+            print(f"{status} {said.decode(errors='replace')}")
             return
         times.append(1e3 * (time.perf_counter() - started))
     print(json.dumps(times))
+
+
+def _ask(connection: http.client.HTTPConnection, path: str) -> tuple[int, bytes]:
+    """Status and body; over a new connection where the server has closed this one, as idle, just before."""
+    was_open = connection.sock is not None
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+    except ConnectionError:
+        connection.close()
+        if not was_open:
+            raise
+        connection.request("GET", path)
+        answer = connection.getresponse()
+    return answer.status, answer.read()
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def _of_type(wanted: int, tokens: Sequence[str], token_types: Sequence[int]) -> 
     return [token for token, token_type in zip(tokens, token_types, strict=True) if token_type == wanted]
 
 
-def _byte_level(metadata: dict[str, Any], tokens: list[str], path: Path) -> tuple[Tokenizer, bool]:
+def _byte_level(metadata: dict[str, Any], tokens: Sequence[str], path: Path) -> tuple[Tokenizer, bool]:
     """Byte-level BPE, and whether a BOS is added when the file doesn't say."""
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in _PRE_TOKENIZERS:
@@ -96,7 +96,7 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], path: Path) -> tupl
     return tokenizer, pipeline == "llama3"
 
 
-def _sentencepiece(metadata: dict[str, Any], tokens: list[str], token_types: Sequence[int]) -> Tokenizer:
+def _sentencepiece(metadata: dict[str, Any], tokens: Sequence[str], token_types: Sequence[int]) -> Tokenizer:
     """SentencePiece BPE with byte fallback: spaces are written "▁"."""
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     merges = _merges_from_scores(vocab, metadata["tokenizer.ggml.scores"], token_types)
@@ -129,7 +129,7 @@ def _merges_from_scores(
     ]
 
 
-def _add_frame(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: list[str], adds_bos: bool) -> None:
+def _add_frame(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: Sequence[str], adds_bos: bool) -> None:
     """BOS before and EOS after a text, where wanted; a model without such a token gets none."""
     before, after = "", ""
     special = []

@@ -7,14 +7,17 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 import mmap
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from jaxpage.errors import ModelLoadError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class GgufHeader:
 
     path: Path
     metadata: dict[str, Any]
-    """Scalars, strings, and arrays as lists or tuples."""
+    """Scalars, strings, and arrays as sequences."""
     tensors: dict[str, GgufTensor]
 
 
@@ -44,6 +47,39 @@ def read_gguf_header(path: Path) -> GgufHeader:
             return _Parser(path, data).header()
     except (OSError, ValueError, struct.error, IndexError) as error:  # mmap of an empty file is a ValueError
         raise ModelLoadError(f"{path} is not a readable GGUF file ({error}): it may be cut short") from error
+
+
+class GgufStrings(Sequence[str]):
+    """An array of strings, decoded when somebody reads it: an engine's process needs none of a vocabulary."""
+
+    def __init__(self, stored: bytes, count: int) -> None:
+        """stored: each string behind its length, as it is in the file."""
+        self._stored = stored
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._decoded)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self._decoded[index]
+
+    @cached_property
+    def _decoded(self) -> list[str]:
+        # The hot loop of loading a tokenizer: locals and slices only.
+        stored, position, length_at = self._stored, 0, _LENGTH.unpack_from
+        out = []
+        for _ in range(self._count):
+            start = position + 8
+            position = start + length_at(stored, position)[0]
+            out.append(stored[start:position].decode("utf-8", "replace"))
+        return out
 
 
 class _Parser:
@@ -83,18 +119,14 @@ class _Parser:
     def string(self) -> str:
         return self.strings(1)[0]
 
-    def strings(self, count: int) -> list[str]:
-        # The hot loop of opening a model: locals and slices only.
-        data, position, size = self.data, self.position, len(self.data)
-        out = []
+    def strings(self, count: int) -> "GgufStrings":
+        data, begin, position, length_at = self.data, self.position, self.position, _LENGTH.unpack_from
         for _ in range(count):
-            start = position + 8
-            position = start + int.from_bytes(data[position:start], "little")
-            if position > size:
-                raise ValueError(f"a string ends at byte {position} of {size}")
-            out.append(data[start:position].decode("utf-8", "replace"))
+            position += 8 + length_at(data, position)[0]
+        if position > len(data):
+            raise ValueError(f"a string ends at byte {position} of {len(data)}")
         self.position = position
-        return out
+        return GgufStrings(data[begin:position], count)
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:

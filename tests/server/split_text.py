@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.server.conversation import Conversation
-from jaxpage.server.reasoning import REASONING_FORMATS
-from jaxpage.server.splitter import CallDelta, Delta, Splitter
-from jaxpage.server.tools import TOOL_FORMATS
+from jaxpage.server.parsing.reasoning import REASONING_FORMATS
+from jaxpage.server.parsing.splitter import CallDelta, Delta, Splitter
+from jaxpage.server.parsing.tools import TOOL_FORMATS
 
 NAMES = frozenset({"f", "get_weather"})
 

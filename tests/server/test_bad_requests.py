@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from jaxpage.errors import RequestError
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.server.chat_protocol import ChatRequest
-from jaxpage.server.protocol import CompletionRequest, decode
+from jaxpage.server.openai.chat_protocol import ChatRequest
+from jaxpage.server.openai.protocol import CompletionRequest, decode
 from jaxpage.server_config import ServerConfig
 
 MAX_BODY_BYTES = ServerConfig().max_request_bytes

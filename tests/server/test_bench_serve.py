@@ -4,7 +4,9 @@ import argparse
 import asyncio
 import itertools
 import json
+import socket
 import statistics
+import threading
 from typing import Any, cast
 
 import pytest
@@ -100,6 +102,42 @@ def test_health_is_watched_meanwhile(url: str, engine: FakeEngine, capsys: pytes
     assert result["health_answers"] >= 1
     assert 0 < result["median_health_ms"] <= result["p99_health_ms"] <= result["max_health_ms"]
     with pytest.raises(ConfigError, match="/health does not answer as it should: 404"), watched(f"{url}/nowhere"):
+        pass
+
+
+def test_the_watch_goes_on_over_a_new_connection_where_the_server_closes_idle_ones() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        num_answered = 0
+
+        def answer_once_per_connection() -> None:
+            nonlocal num_answered
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    if not connection.recv(2**16):  # the one that ends this thread
+                        return
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")  # and keep-alive is promised
+                    num_answered += 1
+                    if num_answered >= 3:
+                        enough.set()
+
+        enough = threading.Event()
+        thread = threading.Thread(target=answer_once_per_connection)
+        thread.start()
+        host, port = server.getsockname()
+        try:
+            with watched(f"http://{host}:{port}") as times:
+                assert enough.wait(60)
+        finally:
+            socket.create_connection((host, port)).close()
+            thread.join()
+    assert len(times) >= 3
+
+
+def test_the_watch_says_what_went_wrong() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = server.getsockname()
+    with pytest.raises(ConfigError, match="ConnectionRefusedError"), watched(f"http://{host}:{port}"):
         pass
 
 

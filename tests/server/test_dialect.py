@@ -9,9 +9,9 @@ from fake_engine import FakeEngine, Script
 
 from jaxpage.errors import ConfigError
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.server.dialect import Dialect, dialect_of
-from jaxpage.server.reasoning import REASONING_FORMATS
-from jaxpage.server.tools import TOOL_FORMATS
+from jaxpage.server.parsing.dialect import Dialect, dialect_of
+from jaxpage.server.parsing.reasoning import REASONING_FORMATS
+from jaxpage.server.parsing.tools import TOOL_FORMATS
 from jaxpage.server_config import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
 from jaxpage.text.chat_template import ChatTemplates
 
@@ -55,7 +55,7 @@ def test_what_is_given_goes_before_what_the_template_says() -> None:
 
 
 def test_the_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "jaxpage.server.dialect"):
+    with caplog.at_level(logging.INFO, "jaxpage.server.parsing.dialect"):
         dialect(QWEN3, reasoning_parser="none")
     assert caplog.messages == [
         "tool_call_parser=hermes (its chat template writes <tool_call>)",

@@ -8,8 +8,8 @@ import pytest
 from conftest import asgi, named_events, ready_engine
 from fake_engine import FakeEngine, Script
 
+from jaxpage.server.anthropic.protocol import MessagesRequest
 from jaxpage.server.app import build_app
-from jaxpage.server.messages_protocol import MessagesRequest
 from jaxpage.server_config import ServerConfig
 
 URL = "/v1/messages"

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_text import calls, in_pieces, joined, splitter
 
-from jaxpage.server.splitter import Delta
+from jaxpage.server.parsing.splitter import Delta
 
 WHOLE = "<think>\nHm, 漢字.\n</think>\n\nThe answer."
 BOTH = Delta("Hm, 漢字.", "The answer.")

@@ -11,7 +11,7 @@ from served import served
 
 from jaxpage.server.app import build_app
 from jaxpage.server.errors import ApiError
-from jaxpage.server.response_store import MAX_BYTES, ResponseStore, StoredResponse
+from jaxpage.server.openai.response_store import MAX_BYTES, ResponseStore, StoredResponse
 from jaxpage.server_config import ServerConfig
 
 URL = "/v1/responses"

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_text import calls, in_pieces, joined, splitter
 
-from jaxpage.server.splitter import Delta
-from jaxpage.server.tools import TOOL_FORMATS
+from jaxpage.server.parsing.splitter import Delta
+from jaxpage.server.parsing.tools import TOOL_FORMATS
 
 PARIS = ("get_weather", '{"city": "Paris"}')
 NOTHING = ("f", "{}")

@@ -13,13 +13,13 @@ from split_text import calls, splitter
 
 from jaxpage.errors import RequestError
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.server.chat_protocol import ChatRequest, Function
 from jaxpage.server.conversation import converse
-from jaxpage.server.dialect import Dialect
-from jaxpage.server.protocol import decode
-from jaxpage.server.reasoning import REASONING_FORMATS
-from jaxpage.server.splitter import Delta
-from jaxpage.server.tools import TOOL_FORMATS
+from jaxpage.server.openai.chat_protocol import ChatRequest, Function
+from jaxpage.server.openai.protocol import decode
+from jaxpage.server.parsing.dialect import Dialect
+from jaxpage.server.parsing.reasoning import REASONING_FORMATS
+from jaxpage.server.parsing.splitter import Delta
+from jaxpage.server.parsing.tools import TOOL_FORMATS
 from jaxpage.structured.grammar import grammar_of
 
 MARKS = ["[TOOL_CALLS]", "[ARGS]", "</think>"]

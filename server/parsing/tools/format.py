@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from jaxpage.server.chat_protocol import Function
-from jaxpage.server.reader import Reader, Reading
-from jaxpage.server.splitter import Parts
-from jaxpage.server.tools.json_text import compose
+from jaxpage.server.openai.chat_protocol import Function
+from jaxpage.server.parsing.reader import Reader, Reading
+from jaxpage.server.parsing.splitter import Parts
+from jaxpage.server.parsing.tools.json_text import compose
 
 type Terminal = Callable[[str], str]
 """How a grammar names a mark: a text in quotes, or a special token."""

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import RequestError
-from jaxpage.server.protocol import Int64, ModelRequest, Neutral
+from jaxpage.server.openai.protocol import Int64, ModelRequest, Neutral
 from jaxpage.server.service import encode, read_request, service_of
 
 

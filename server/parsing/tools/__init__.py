@@ -9,9 +9,9 @@ json          [{"name": "f", "parameters": {...}}]               any model, told
 
 from collections.abc import Mapping
 
-from jaxpage.server.tools.format import ToolFormat
-from jaxpage.server.tools.json_formats import Hermes, JsonList, Llama3Json, Mistral
-from jaxpage.server.tools.pythonic import Pythonic
+from jaxpage.server.parsing.tools.format import ToolFormat
+from jaxpage.server.parsing.tools.json_formats import Hermes, JsonList, Llama3Json, Mistral
+from jaxpage.server.parsing.tools.pythonic import Pythonic
 
 __all__ = ["TOOL_FORMATS", "ToolFormat"]
 

@@ -20,9 +20,9 @@ from starlette.responses import Response
 from jaxpage.errors import RequestError
 from jaxpage.outputs import SequenceDelta
 from jaxpage.sampling_params import PoolingParams
-from jaxpage.server.completions import split_prompts
 from jaxpage.server.generation import unless_disconnected
-from jaxpage.server.protocol import NEUTRAL, Int64, ModelRequest, Neutral
+from jaxpage.server.openai.completions import split_prompts
+from jaxpage.server.openai.protocol import NEUTRAL, Int64, ModelRequest, Neutral
 from jaxpage.server.request_log import record_of
 from jaxpage.server.service import encode, read_request, service_of
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpage.errors import RequestError
-from jaxpage.server.chat_protocol import Function
-from jaxpage.server.reader import Reader, Reading
-from jaxpage.server.splitter import Parts
-from jaxpage.server.tools.format import Terminal, new_call_id, schema_rule, sequence
-from jaxpage.server.tools.json_text import compose
+from jaxpage.server.openai.chat_protocol import Function
+from jaxpage.server.parsing.reader import Reader, Reading
+from jaxpage.server.parsing.splitter import Parts
+from jaxpage.server.parsing.tools.format import Terminal, new_call_id, schema_rule, sequence
+from jaxpage.server.parsing.tools.json_text import compose
 
 _CONSTANTS = {"true": True, "false": False, "null": None}
 """JSON's, which models mix up with Python's."""

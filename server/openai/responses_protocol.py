@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from jaxpage.errors import RequestError
-from jaxpage.server.chat_protocol import TOOL_CHOICES, ChatRequest, FunctionName, NamedTool, chat_of
-from jaxpage.server.protocol import GenerationRequest, Int64, Neutral, PromptTokensDetails
-from jaxpage.server.responses_input import messages_of, tool_of
-from jaxpage.server.structure import Structure, structure_of_format
+from jaxpage.server.openai.chat_protocol import TOOL_CHOICES, ChatRequest, FunctionName, NamedTool, chat_of
+from jaxpage.server.openai.protocol import GenerationRequest, Int64, Neutral, PromptTokensDetails
+from jaxpage.server.openai.responses_input import messages_of, tool_of
+from jaxpage.server.parsing.structure import Structure, structure_of_format
 
 LOGPROBS = "message.output_text.logprobs"
 """The one value of `include` that has an effect."""

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any, NoReturn
 
-from jaxpage.server.reader import Reader, Reading
+from jaxpage.server.parsing.reader import Reader, Reading
 
 _WORD = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 _BLANKS = frozenset(" \t\r\n")

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from jaxpage.errors import RequestError
 from jaxpage.server.answer import Choice, Form, answer
-from jaxpage.server.logprobs import ScoredTokens, of_prompt
-from jaxpage.server.protocol import Completion, CompletionChoice, CompletionRequest, Usage
+from jaxpage.server.openai.logprobs import ScoredTokens, of_prompt
+from jaxpage.server.openai.protocol import Completion, CompletionChoice, CompletionRequest, Usage
 from jaxpage.server.service import encode, read_request, service_of
 
 DEFAULT_MAX_TOKENS = 16

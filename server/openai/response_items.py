@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxpage.server.responses_protocol import (
+from jaxpage.server.openai.responses_protocol import (
     ArgumentsDeltaEvent,
     ArgumentsDoneEvent,
     FunctionCall,
@@ -27,7 +27,7 @@ from jaxpage.server.responses_protocol import (
     TextDoneEvent,
     TextLogprob,
 )
-from jaxpage.server.splitter import CallDelta, Delta
+from jaxpage.server.parsing.splitter import CallDelta, Delta
 
 
 class OutputItems:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-from jaxpage.server.reader import Reader, Reading
+from jaxpage.server.parsing.reader import Reader, Reading
 
 
 @dataclass(slots=True)

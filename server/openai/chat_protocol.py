@@ -11,8 +11,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from jaxpage.errors import RequestError
-from jaxpage.server.logprobs import ChatLogprobs
-from jaxpage.server.protocol import NEUTRAL, GenerationRequest, Int64, Neutral, PromptLogprobs, Usage
+from jaxpage.server.openai.logprobs import ChatLogprobs
+from jaxpage.server.openai.protocol import NEUTRAL, GenerationRequest, Int64, Neutral, PromptLogprobs, Usage
 
 MAX_TOOLS = 128
 """Most tools of one request, as OpenAI has it."""

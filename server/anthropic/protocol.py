@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from jaxpage.errors import RequestError
-from jaxpage.server.chat_protocol import ChatRequest, FunctionName, NamedTool, chat_of
-from jaxpage.server.protocol import GenerationRequest, Int64, Neutral
-from jaxpage.server.structure import Structure, structure_of_format
+from jaxpage.server.openai.chat_protocol import ChatRequest, FunctionName, NamedTool, chat_of
+from jaxpage.server.openai.protocol import GenerationRequest, Int64, Neutral
+from jaxpage.server.parsing.structure import Structure, structure_of_format
 
 _THOUGHTS = ("thinking", "redacted_thinking")
 """Blocks of the model's own thinking, which it is not shown again."""

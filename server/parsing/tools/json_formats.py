@@ -5,11 +5,11 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxpage.server.chat_protocol import Function
-from jaxpage.server.reader import Reader, Reading
-from jaxpage.server.splitter import Parts
-from jaxpage.server.tools.format import Terminal, new_call_id, schema_rule, sequence
-from jaxpage.server.tools.json_calls import any_name, known_name, read_call, stream_object
+from jaxpage.server.openai.chat_protocol import Function
+from jaxpage.server.parsing.reader import Reader, Reading
+from jaxpage.server.parsing.splitter import Parts
+from jaxpage.server.parsing.tools.format import Terminal, new_call_id, schema_rule, sequence
+from jaxpage.server.parsing.tools.json_calls import any_name, known_name, read_call, stream_object
 
 _ABOUT_OTHERS = frozenset(
     {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf"}

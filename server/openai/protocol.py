@@ -17,9 +17,9 @@ from msgspec import UNSET, UnsetType
 
 from jaxpage.errors import RequestError
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.server.logprobs import CompletionLogprobs, PromptLogprob
-from jaxpage.server.structure import FIELDS as STRUCTURE_FIELDS
-from jaxpage.server.structure import Structure, structure_of
+from jaxpage.server.openai.logprobs import CompletionLogprobs, PromptLogprob
+from jaxpage.server.parsing.structure import FIELDS as STRUCTURE_FIELDS
+from jaxpage.server.parsing.structure import Structure, structure_of
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Neutral = Mapping[str, tuple[object, ...]]

@@ -12,11 +12,8 @@ from jaxpage.errors import RequestError
 from jaxpage.outputs import SequenceDelta
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.server.answer import Choice, choice_of, start
-from jaxpage.server.conversation import converse
-from jaxpage.server.errors import AnthropicError, describe_to_anthropic
-from jaxpage.server.generation import Generation
-from jaxpage.server.message_blocks import Blocks
-from jaxpage.server.messages_protocol import (
+from jaxpage.server.anthropic.message_blocks import Blocks
+from jaxpage.server.anthropic.protocol import (
     CountTokensRequest,
     Message,
     MessageDelta,
@@ -29,9 +26,12 @@ from jaxpage.server.messages_protocol import (
     StopReason,
     TokenCount,
 )
+from jaxpage.server.conversation import converse
+from jaxpage.server.errors import AnthropicError, describe_to_anthropic
+from jaxpage.server.generation import Generation
+from jaxpage.server.parsing.splitter import Splitter
 from jaxpage.server.request_log import record_of
 from jaxpage.server.service import encode, read_request, service_of
-from jaxpage.server.splitter import Splitter
 from jaxpage.server.sse import event_response, named_frames, whole_response
 
 

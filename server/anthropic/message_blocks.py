@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from jaxpage.server.messages_protocol import (
+from jaxpage.server.anthropic.protocol import (
     Block,
     BlockDelta,
     BlockStart,
@@ -21,7 +21,7 @@ from jaxpage.server.messages_protocol import (
     ThinkingDelta,
     ToolUseBlock,
 )
-from jaxpage.server.splitter import CallDelta, Delta
+from jaxpage.server.parsing.splitter import CallDelta, Delta
 
 type Event = BlockStart | BlockDelta | BlockStop
 

@@ -19,11 +19,11 @@ from jaxpage.server.answer import Choice, choice_of, start
 from jaxpage.server.conversation import converse
 from jaxpage.server.errors import describe
 from jaxpage.server.generation import Generation
-from jaxpage.server.logprobs import ScoredTokens
-from jaxpage.server.protocol import Usage
-from jaxpage.server.response_items import OutputItems
-from jaxpage.server.response_store import StoredResponse
-from jaxpage.server.responses_protocol import (
+from jaxpage.server.openai.logprobs import ScoredTokens
+from jaxpage.server.openai.protocol import Usage
+from jaxpage.server.openai.response_items import OutputItems
+from jaxpage.server.openai.response_store import StoredResponse
+from jaxpage.server.openai.responses_protocol import (
     DeletedResponse,
     IncompleteDetails,
     OutputItem,
@@ -38,8 +38,8 @@ from jaxpage.server.responses_protocol import (
     TextLogprob,
     TopTextLogprob,
 )
+from jaxpage.server.parsing.splitter import Splitter
 from jaxpage.server.service import Service, encode, read_request, service_of
-from jaxpage.server.splitter import Splitter
 from jaxpage.server.sse import event_response, named_frames, whole_response
 
 _DEFAULT_TEMPERATURE, _DEFAULT_TOP_P = 1.0, 1.0

@@ -7,9 +7,9 @@ call is content; after it the call stays a call, and what is no JSON is part of 
 import re
 from collections.abc import Callable, Container
 
-from jaxpage.server.reader import Reader, Reading
-from jaxpage.server.splitter import Parts
-from jaxpage.server.tools.json_text import JsonScanner, Progress, compose, parse, read_value
+from jaxpage.server.parsing.reader import Reader, Reading
+from jaxpage.server.parsing.splitter import Parts
+from jaxpage.server.parsing.tools.json_text import JsonScanner, Progress, compose, parse, read_value
 
 _ARGUMENTS = ('"arguments"', '"parameters"')
 _KEYS = ('"name"', *_ARGUMENTS, '"type"', '"id"')

@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from jaxpage.errors import RequestError
 from jaxpage.server.answer import Choice, Form, answer
-from jaxpage.server.chat_protocol import (
+from jaxpage.server.conversation import Conversation, converse
+from jaxpage.server.openai.chat_protocol import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -22,10 +23,9 @@ from jaxpage.server.chat_protocol import (
     ToolCall,
     ToolCallDelta,
 )
-from jaxpage.server.conversation import Conversation, converse
-from jaxpage.server.logprobs import of_prompt
+from jaxpage.server.openai.logprobs import of_prompt
+from jaxpage.server.parsing.splitter import CallDelta, Delta, Splitter
 from jaxpage.server.service import encode, read_request, service_of
-from jaxpage.server.splitter import CallDelta, Delta, Splitter
 
 
 async def chat_completions(http_request: Request) -> Response:

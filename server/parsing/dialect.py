@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from jaxpage.server.reasoning import REASONING_FORMATS, ReasoningFormat
-from jaxpage.server.tools import TOOL_FORMATS, ToolFormat
+from jaxpage.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
+from jaxpage.server.parsing.tools import TOOL_FORMATS, ToolFormat
 from jaxpage.server_config import AUTO, ServerConfig
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ Reasoning stands at the beginning of an answer, or nowhere. One that is cut off 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxpage.server.reader import Reader, Reading
-from jaxpage.server.splitter import Parts
+from jaxpage.server.parsing.reader import Reader, Reading
+from jaxpage.server.parsing.splitter import Parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""OpenAI's protocol: completions, chats, responses and embeddings."""

@@ -1,0 +1,1 @@
+"""Routes that vLLM's servers have besides OpenAI's."""
