@@ -36,7 +36,7 @@ class DeviceBatch:
         self._calls: dict[tuple[str, Any], tuple[list[Piece], list[Piece]]] = {}
         """What programs take and change, once they have run."""
         self._inputs: dict[tuple[str, Any], jax.Array] = {}
-        """What programs are told where there is nothing for them to do."""
+        """The inputs of programs where there is nothing for them to do."""
         self._last_inputs: dict[str, jax.Array] = {}
         """Of programs that `repeat`: their last."""
         self._unsettled: set[str] = set()
@@ -50,10 +50,10 @@ class DeviceBatch:
                 self._pieces |= kv_cache.result() if group == "kv_cache" else self._empty(group)
         self._walls = self._make_room() if plan.target.gpu is not None else []
 
-    def run(self, name: str, told: np.ndarray | None, variant: Any = None) -> Any:
+    def run(self, name: str, packed: np.ndarray | None, variant: Any = None) -> Any:
         """Run a program, and return at once, with its result.
 
-        told: its input; None where there is nothing for it to do but what it always does.
+        packed: its input; None where there is nothing for it to do but what it always does.
         """
         compiled, pieces = self._programs.get(name, variant), self._pieces
         call = self._calls.get((name, variant))
@@ -62,7 +62,7 @@ class DeviceBatch:
             call = list(program.takes(plan, variant)), list(program.changes(plan, variant))
             self._calls[name, variant] = call
         takes, changes = call
-        given = self._input(PROGRAMS[name], variant, told)
+        given = self._input(PROGRAMS[name], variant, packed)
         arguments = [pieces[piece] for piece in takes]
         updated, result = compiled(*arguments) if given is None else compiled(*arguments, given)
         for piece, value in zip(changes, updated, strict=True):
@@ -105,8 +105,8 @@ class DeviceBatch:
         _, made = self._programs.get(EMPTY.name, group)()
         return dict(zip(self._plan.empty_groups[group], made, strict=True))
 
-    def _input(self, program: Program[Any], variant: Any, told: np.ndarray | None) -> jax.Array | None:
-        """What a program is told, on the devices.
+    def _input(self, program: Program[Any], variant: Any, packed: np.ndarray | None) -> jax.Array | None:
+        """What a program is packed, on the devices.
 
         What has an effect only once may come a second time in place of nothing, and nothing need be sent. All inputs
         of such a program lie at the same address if memory is free as it was: a GPU's graph stays as it is.
@@ -115,16 +115,16 @@ class DeviceBatch:
             self._unsettled.update(self._last_inputs)
         name, key = program.name, (program.name, variant)
         if program.repeats:
-            if told is None and name in self._last_inputs and name not in self._unsettled:
+            if packed is None and name in self._last_inputs and name not in self._unsettled:
                 return self._last_inputs[name]
             self._last_inputs.pop(name, None)  # gives its memory to the next
-            told = told if told is not None else program.nothing(self._plan, variant)
-            assert told is not None, "what repeats has an input"
-            self._last_inputs[name] = self._send(told)
+            packed = packed if packed is not None else program.nothing(self._plan, variant)
+            assert packed is not None, "what repeats has an input"
+            self._last_inputs[name] = self._send(packed)
             self._unsettled.discard(name)
             return self._last_inputs[name]
-        if told is not None:
-            return self._send(told)
+        if packed is not None:
+            return self._send(packed)
         if key not in self._inputs:
             nothing = program.nothing(self._plan, variant)
             if nothing is None:

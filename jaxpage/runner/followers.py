@@ -37,13 +37,17 @@ class Launch(msgspec.Struct, frozen=True, array_like=True):
     variant: Any = None
 
     @classmethod
-    def of(cls, program: str, told: np.ndarray | None, variant: Any) -> "Launch":
+    def of(cls, program: str, packed: np.ndarray | None, variant: Any) -> "Launch":
         """How a program is run, as a message."""
         variant = msgspec.to_builtins(variant)
-        return cls(program, b"", None, variant) if told is None else cls(program, told.tobytes(), told.shape, variant)
+        return (
+            cls(program, b"", None, variant)
+            if packed is None
+            else cls(program, packed.tobytes(), packed.shape, variant)
+        )
 
     @property
-    def told(self) -> np.ndarray | None:
+    def array(self) -> np.ndarray | None:
         return None if self.shape is None else np.frombuffer(self.packed, np.int32).reshape(self.shape)
 
 
@@ -62,7 +66,7 @@ class Followers:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a follower that is gone is an error, not silence
         port = self._socket.bind_to_random_port("tcp://*")
-        _told_by_leader(port.to_bytes(4) + public)
+        _from_leader(port.to_bytes(4) + public)
 
     def wait_ready(self) -> None:
         """Return when all of them have every program."""
@@ -84,8 +88,8 @@ class Leader:
 
     def __init__(self, config: EngineConfig) -> None:
         assert config.coordinator_address is not None
-        told = _told_by_leader(bytes(4 + _KEY_BYTES))
-        port, key = int.from_bytes(told[:4]), told[4:]
+        received = _from_leader(bytes(4 + _KEY_BYTES))
+        port, key = int.from_bytes(received[:4]), received[4:]
         public, secret = zmq.curve_keypair()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -112,10 +116,10 @@ def join_leader_or_followers(config: EngineConfig) -> Followers | Leader | None:
     return Leader(config) if config.process_id else Followers(config)
 
 
-def _told_by_leader(message: bytes) -> bytes:
+def _from_leader(message: bytes) -> bytes:
     """What process 0 says; the others' `message` tells how long it is."""
-    told = multihost_utils.broadcast_one_to_all(np.frombuffer(message, np.uint8), jax.process_index() == 0)
-    return np.asarray(told).astype(np.uint8).tobytes()
+    received = multihost_utils.broadcast_one_to_all(np.frombuffer(message, np.uint8), jax.process_index() == 0)
+    return np.asarray(received).astype(np.uint8).tobytes()
 
 
 def _end_with_leader(monitor: "zmq.Socket[bytes]") -> NoReturn:

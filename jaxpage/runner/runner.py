@@ -58,7 +58,7 @@ class DispatchedStep:
 
     result: StepResult
     bucket: Bucket
-    places: Ints
+    step_rows: Ints
     """Where the results of each scheduled request stand."""
     requests: list[Request]
     """Those scheduled."""
@@ -68,7 +68,7 @@ class DispatchedStep:
     pools: Pools | None
     """Hidden states of prompts that are to be pooled."""
     redrawn: tuple[dict[int, int], StepResult] | None = None
-    """Requests whose tokens were drawn again, by index to place, and what was drawn."""
+    """Requests whose tokens were drawn again, by index to step row, and what was drawn."""
 
 
 class Runner:
@@ -90,7 +90,7 @@ class Runner:
         if config.programs is not None:
             folder = Path(config.programs)
             check_model(config.programs, plan)
-        # Other processes must have what this one runs, and what an artifact lacks must be told before serving.
+        # Other processes must have what this one runs, and what an artifact lacks must be said before serving.
         self._background = config.background_compile and config.num_processes == 1 and config.programs is None
         self._rehearses = device.platform != "cpu"
         self._strict = config.strict_shapes
@@ -148,11 +148,11 @@ class Runner:
             return False
         is_complete = self._programs.is_complete
         if self._programs.has_unrehearsed:
-            self._clear_places()
+            self._clear_step_rows()
             self._rehearse()
         return not is_complete
 
-    def _clear_places(self) -> None:
+    def _clear_step_rows(self) -> None:
         """Let the next step have no rows."""
         edits, _ = self._table.advance(SchedulerOutput([], [], [], [], [], [], []))
         for first in range(0, edits.shape[1], MANY_EDITS):
@@ -162,8 +162,8 @@ class Runner:
         """Run every program that is ready twice, in every process, with nothing in it, and wait for all.
 
         A GPU takes a program's code, and what its collectives need, only when it runs for the first time, and XLA makes
-        its CUDA graph the second time: the first requests would wait for that. What cannot run is told before anything
-        is served.
+        its CUDA graph the second time: the first requests would wait for that. What cannot run is reported before
+        anything is served.
         """
         started = time.perf_counter()
         ready = list(self._programs.rehearsal())
@@ -184,7 +184,7 @@ class Runner:
                     self._batch.wake_up()
                 case name:
                     variant = msgspec.convert(launch.variant, PROGRAMS[name].variant_type)
-                    self._batch.run(name, launch.told, variant)
+                    self._batch.run(name, launch.array, variant)
 
     @property
     def is_sleeping(self) -> bool:
@@ -246,7 +246,7 @@ class Runner:
             run(ADMIT.name, pack_admission(admitted, capacity, plan.layout, drafts=drafts), capacity)
             if admitted.request.has_rules:
                 run(RULES.name, pack_rules(admitted.row, admitted.request, self._rules_layout))
-        edits, places = self._table.advance(output)
+        edits, step_rows = self._table.advance(output)
         while edits.shape[1] > NUM_EDITS:
             edits, ahead = edits[:, MANY_EDITS:], edits[:, :MANY_EDITS]
             run(EDIT.name, pack_edits(ahead, MANY_EDITS))
@@ -259,44 +259,44 @@ class Runner:
         if any(map(_WANTS_SCORES, requests)):
             scores = dispatch_scores(
                 output,
-                self._table.first_tokens(places),
+                self._table.first_tokens(step_rows),
                 score=partial(run, SCORE.name),
                 score_rows=partial(run, SCORE_ROWS.name),
             )
         pools = None
         if any(map(_POOLING, requests)):
-            pools = dispatch_pools(output, self._table.first_tokens(places), partial(run, POOL.name))
-        return DispatchedStep(result, bucket, places, requests, wants_logprobs, scores, pools)
+            pools = dispatch_pools(output, self._table.first_tokens(step_rows), partial(run, POOL.name))
+        return DispatchedStep(result, bucket, step_rows, requests, wants_logprobs, scores, pools)
 
     def draw_again(self, step: DispatchedStep, masks: dict[int, np.ndarray | None]) -> DispatchedStep:
         """Draw again for some requests of the newest step, each by its mask, or undo the draw without one.
 
         masks: by the request's index in the step, [ceil(vocab / 32)] int32. Returns the step at once.
         """
-        places = {index: int(step.places[index]) for index in masks}
-        by_place = {places[index]: mask for index, mask in masks.items()}
-        packed = pack_redraws(by_place, step.bucket.num_rows, self.plan.model.vocab_size)
+        step_rows = {index: int(step.step_rows[index]) for index in masks}
+        by_step_row = {step_rows[index]: mask for index, mask in masks.items()}
+        packed = pack_redraws(by_step_row, step.bucket.num_rows, self.plan.model.vocab_size)
         result = self._sample(step.bucket, SamplerKind.ANY, packed)
         _send_back(result, step.wants_logprobs)
-        return dataclasses.replace(step, redrawn=(places, result))
+        return dataclasses.replace(step, redrawn=(step_rows, result))
 
     def has_ended(self, step: DispatchedStep) -> bool:
         """Whether the device has run a step."""
         return step.result.tokens.is_ready()  # type: ignore[attr-defined]
 
-    def _sample(self, bucket: Bucket, kind: SamplerKind, told: np.ndarray | None) -> StepResult:
+    def _sample(self, bucket: Bucket, kind: SamplerKind, packed: np.ndarray | None) -> StepResult:
         """Draw behind the newest step, which ran in `bucket`, and propose drafts behind that."""
-        result: StepResult = self._run(SAMPLE.name, told, SAMPLE.behind(self.plan, bucket, kind))
+        result: StepResult = self._run(SAMPLE.name, packed, SAMPLE.behind(self.plan, bucket, kind))
         if self._proposes:
             num_drafts = self._run(PROPOSE.name, None, bucket.num_rows)
             result = dataclasses.replace(result, num_drafts=num_drafts)
         return result
 
-    def _run(self, name: str, told: np.ndarray | None, variant: Any = None) -> Any:
+    def _run(self, name: str, packed: np.ndarray | None, variant: Any = None) -> Any:
         """`DeviceBatch.run`, in every process."""
         if isinstance(self._others, Followers):
-            self._others.send(Launch.of(name, told, variant))
-        return self._batch.run(name, told, variant)
+            self._others.send(Launch.of(name, packed, variant))
+        return self._batch.run(name, packed, variant)
 
     def fetch(self, step: DispatchedStep) -> Results:
         """Wait for a step's results, one per scheduled request: its tokens, none where its prompt goes on; what it
@@ -304,21 +304,21 @@ class Runner:
         now, None without speculation.
         """
         with jax.transfer_guard_device_to_host("allow"):
-            drawn = np.asarray(step.result.tokens)[step.places].tolist()
+            drawn = np.asarray(step.result.tokens)[step.step_rows].tolist()
             tokens: list[list[int]] = [[token_id for token_id in of_place if token_id >= 0] for of_place in drawn]
             num_drafts = None
             if step.result.num_drafts is not None:
-                num_drafts = np.asarray(step.result.num_drafts)[step.places].tolist()
+                num_drafts = np.asarray(step.result.num_drafts)[step.step_rows].tolist()
             logprobs: list[list[TokenLogprobs] | None] = [None] * len(tokens)
             if step.wants_logprobs:
-                self._take_logprobs(step, step.result, dict(enumerate(step.places.tolist())), tokens, logprobs)
+                self._take_logprobs(step, step.result, dict(enumerate(step.step_rows.tolist())), tokens, logprobs)
             if step.redrawn is not None:
-                places, result = step.redrawn
+                step_rows, result = step.redrawn
                 again = np.asarray(result.tokens)
-                for index, place in places.items():
-                    tokens[index] = [token_id for token_id in again[place].tolist() if token_id >= 0]
+                for index, step_row in step_rows.items():
+                    tokens[index] = [token_id for token_id in again[step_row].tolist() if token_id >= 0]
                 if step.wants_logprobs:
-                    self._take_logprobs(step, result, places, tokens, logprobs)
+                    self._take_logprobs(step, result, step_rows, tokens, logprobs)
             self._programs.go_on()
             if step.scores is None and step.pools is None:
                 return tokens, logprobs, None, num_drafts
@@ -333,15 +333,15 @@ class Runner:
         self,
         step: DispatchedStep,
         result: StepResult,
-        places: dict[int, int],
+        step_rows: dict[int, int],
         tokens: list[list[int]],
         logprobs: list[list[TokenLogprobs] | None],
     ) -> None:
-        """Fill in what requests ask for at their tokens; places: by index in the step."""
+        """Fill in what requests ask for at their tokens; step_rows: by index in the step."""
         found, (_, num_draws) = jax.tree.map(np.asarray, result.logprobs), result.tokens.shape
-        for index, place in places.items():
+        for index, step_row in step_rows.items():
             if (wanted := step.requests[index].num_logprobs) >= 0:
-                first = place * num_draws
+                first = step_row * num_draws
                 draws = range(first, first + len(tokens[index]))
                 logprobs[index] = [host_logprobs(found, draw, wanted) for draw in draws]
 

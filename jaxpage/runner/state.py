@@ -17,27 +17,27 @@ from jaxpage.speculative.drafts import DraftState, empty_drafts
 
 @dataclass(frozen=True)
 class StepRows:
-    """What the rows of a step compute and draw, by place, as it stands until the step has drawn."""
+    """What the rows of a step compute and draw, by step row, as it stands until the step has drawn."""
 
-    rows: jax.Array  # [places] int32
-    query_start: jax.Array  # [places + 1] int32, where the host has made room for each row's tokens
-    query_lens: jax.Array  # [places] int32, the tokens that there are
-    num_tokens: jax.Array  # [places] int32, known
-    num_computed: jax.Array  # [places] int32, before the step
+    rows: jax.Array  # [step rows] int32
+    query_start: jax.Array  # [step rows + 1] int32, where the host has made room for each row's tokens
+    query_lens: jax.Array  # [step rows] int32, the tokens that there are
+    num_tokens: jax.Array  # [step rows] int32, known
+    num_computed: jax.Array  # [step rows] int32, before the step
 
     @property
     def kv_lens(self) -> jax.Array:
-        """Tokens computed after the step, 0 in padding. [places] int32."""
+        """Tokens computed after the step, 0 in padding. [step rows] int32."""
         return jnp.where(self.query_lens > 0, self.num_computed + self.query_lens, 0)
 
     @property
     def draws(self) -> jax.Array:
-        """Whether its last known token is computed: prompts that go on in a later step do not draw. [places] bool."""
+        """Whether its last known token is computed: prompts that go on later do not draw. [step rows] bool."""
         return (self.query_lens > 0) & (self.kv_lens >= self.num_tokens)
 
     @property
     def num_checked(self) -> jax.Array:
-        """Drafts behind the last known token, behind each of which a row draws as well. [places] int32."""
+        """Drafts behind the last known token, behind each of which a row draws as well. [step rows] int32."""
         return jnp.where(self.draws, self.kv_lens - self.num_tokens, 0)
 
 
@@ -54,7 +54,7 @@ class BatchState:
     num_prompt_tokens: jax.Array  # [rows] int32
     num_computed_tokens: jax.Array  # [rows] int32, tokens whose KV is written: the truth
     block_tables: jax.Array  # [groups, rows, max_blocks] int32, one table per KV cache group
-    places: jax.Array  # [2, rows] int32, the step: row and query length by place; a query length of 0 is padding
+    scheduled: jax.Array  # [2, rows] int32, the step: row and query length by step row; a query length of 0 is padding
     temperature: jax.Array  # [rows] float32
     top_k: jax.Array  # [rows] int32
     top_p: jax.Array  # [rows] float32
@@ -75,9 +75,9 @@ class BatchState:
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
 
-    def step_rows(self, num_places: int) -> StepRows:
-        """The step that `places` names, which has room for so many rows."""
-        rows, query_lens = self.places[:, :num_places]
+    def step_rows(self, num_step_rows: int) -> StepRows:
+        """The step that `scheduled` names, which has room for so many rows."""
+        rows, query_lens = self.scheduled[:, :num_step_rows]
         query_start = jnp.concatenate([jnp.zeros(1, jnp.int32), running_sum(query_lens)])
         num_tokens, num_computed = self.num_tokens[rows], self.num_computed_tokens[rows]
         if self.drafts is not None:
@@ -109,7 +109,7 @@ def empty_state(
         num_prompt_tokens=ints(),
         num_computed_tokens=ints(),
         block_tables=jnp.zeros((num_groups, num_rows, -(-max_model_len // block_size)), jnp.int32),
-        places=jnp.zeros((2, num_rows), jnp.int32),
+        scheduled=jnp.zeros((2, num_rows), jnp.int32),
         temperature=floats(),
         top_k=ints(),
         top_p=floats(),

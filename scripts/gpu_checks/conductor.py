@@ -38,7 +38,7 @@ class Child:
         self._read = 0
         self._running: Part | None = None
         self._running_since = self.began
-        self.told: list[Row] = []
+        self.reported: list[Row] = []
         environment = os.environ | {"JAX_TRACEBACK_FILTERING": "off"}  # or an error's last lines say that it is on
         for name, value in parts[0].environment.items():
             value = value.format(out=out)
@@ -85,13 +85,13 @@ class Child:
         lines = self.log.read_text("utf-8", errors="replace").strip().splitlines()
         return "\n".join(line[:300] for line in lines[-12:])
 
-    def _take(self, told: Row) -> None:
-        self.told.append(told)
-        if told["event"] == "start":
-            self._running = next(part for part in self.parts if part.name == told["part"])
-        elif told["event"] == "end":
+    def _take(self, row: Row) -> None:
+        self.reported.append(row)
+        if row["event"] == "start":
+            self._running = next(part for part in self.parts if part.name == row["part"])
+        elif row["event"] == "end":
             self._running = None
-        if told["event"] != "row":
+        if row["event"] != "row":
             self._running_since = time.monotonic()
 
 
@@ -173,8 +173,8 @@ class Conductor:
 
     def _take(self, child: Child) -> None:
         """Show and keep what a child has told."""
-        told, child.told = child.told, []
-        for each in told:
+        reported, child.reported = child.reported, []
+        for each in reported:
             name, found = each["part"], self.found[each["part"]]
             match each["event"]:
                 case "start":

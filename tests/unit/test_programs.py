@@ -36,7 +36,7 @@ class Double(Program[None]):
         return np.zeros(2, np.int32)
 
     def function(self, plan: EnginePlan, variant: None) -> Callable[..., Any]:
-        return lambda told: ((), 2 * told)
+        return lambda packed: ((), 2 * packed)
 
 
 def store_with_a_program(folder: Path, *, must_keep: bool = False) -> ProgramCache:

@@ -46,14 +46,14 @@ run_recur = jax.jit(lambda inputs, state: recur(update, inputs, state))
 
 
 def step(
-    values: jax.Array, chunks: dict[int, tuple[Inputs, int, int]], *, places: int = BATCH_ROWS, num_tokens: int = 24
+    values: jax.Array, chunks: dict[int, tuple[Inputs, int, int]], *, step_rows: int = BATCH_ROWS, num_tokens: int = 24
 ) -> tuple[dict[int, np.ndarray], jax.Array]:
     """One step: by batch row, a sequence and its first position and end. Returns what each reads, and the new ring.
 
-    Tokens and places that nobody has are padding, with inputs that would spoil whatever used them.
+    Tokens and step rows that nobody has are padding, with inputs that would spoil whatever used them.
     """
     lens = [end - start for _, start, end in chunks.values()]
-    padding = places - len(chunks)
+    padding = step_rows - len(chunks)
     begins = np.cumsum([0, *lens, *[0] * padding])
     given = {
         name: np.concatenate(
@@ -108,7 +108,7 @@ def test_however_a_sequence_is_cut_and_whoever_shares_its_steps_it_reads_the_sam
     values, pieces, start = empty(dtype), [], 0
     for index, end in enumerate(cuts):
         company = {3: (other, index, index + 1)} if index % 2 == 0 else {}
-        reads, values = step(values, {**company, 1: (inputs, start, end)}, num_tokens=16, places=2 + index % 2)
+        reads, values = step(values, {**company, 1: (inputs, start, end)}, num_tokens=16, step_rows=2 + index % 2)
         pieces.append(reads[1])
         start = end
     assert np.array_equal(np.concatenate(pieces), whole[1])

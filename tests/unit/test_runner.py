@@ -161,9 +161,9 @@ def test_programs_that_run_with_nothing_in_them_change_nothing(folder: Path, spe
         leaves = jax.tree_util.tree_leaves_with_path((batch["state"], batch["kv_cache"]))
         return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in leaves}
 
-    places = batch["state"].places
+    scheduled = batch["state"].scheduled
     state, kv_cache = jax.tree.map(fill, (batch["state"], batch["kv_cache"]))
-    batch._pieces |= {"state": dataclasses.replace(state, places=places), "kv_cache": kv_cache}
+    batch._pieces |= {"state": dataclasses.replace(state, scheduled=scheduled), "kv_cache": kv_cache}
     before = everything()
     assert len(before) > 20
     assert {name for name, _ in runner._programs.rehearsal()} == {

@@ -79,7 +79,7 @@ def fork(
 
 
 def by_row(name: str, array: np.ndarray) -> np.ndarray:
-    return array.swapaxes(0, 1) if name in ("block_tables", "places") else array
+    return array.swapaxes(0, 1) if name in ("block_tables", "scheduled") else array
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_rows_are_forked_all_at_once_and_only_their_last_token_is_replaced(
     before, after = fork(program, forks)
     for name, old in before.items():
         expected = old.copy()
-        if not name.startswith("buffer") and name not in ("places",):
+        if not name.startswith("buffer") and name not in ("scheduled",):
             for target, source in sources.items():
                 by_row(name, expected)[target] = by_row(name, old)[source]
                 if name == "token_ids":
@@ -136,14 +136,14 @@ def test_as_many_forks_and_copies_as_fit_are_made(program: Program) -> None:
         np.testing.assert_array_equal(after["buffer 0"][target], before["buffer 0"][1])
 
 
-def test_edits_change_block_tables_and_places_at_their_addresses_only() -> None:
+def test_edits_change_block_tables_and_scheduled_rows_at_their_addresses_only() -> None:
     _, state = random_device_state()
-    tables, places = np.array(state.block_tables), np.array(state.places)
+    tables, scheduled = np.array(state.block_tables), np.array(state.scheduled)
     others = arrays_of(*random_device_state())
-    addresses = [0, tables.size - 1, tables.size, tables.size + places.size - 1]
+    addresses = [0, tables.size - 1, tables.size, tables.size + scheduled.size - 1]
     edits = pack_edits(np.array([addresses, [101, 102, 103, 104]], np.int32), 9)
     after = arrays_of(random_device_state()[0], jax.jit(edited)(state, edits))
     tables.reshape(-1)[[0, -1]] = 101, 102
-    places.reshape(-1)[[0, -1]] = 103, 104
+    scheduled.reshape(-1)[[0, -1]] = 103, 104
     for name, array in after.items():
-        np.testing.assert_array_equal(array, {"block_tables": tables, "places": places}.get(name, others[name]))
+        np.testing.assert_array_equal(array, {"block_tables": tables, "scheduled": scheduled}.get(name, others[name]))

@@ -1,4 +1,4 @@
-"""The step's places: what the edits make of the device's arrays is the step that was scheduled."""
+"""The rows of a step: what the edits make of the device's arrays is the step that was scheduled."""
 
 import random
 
@@ -25,7 +25,7 @@ class Device:
         self.memory[addresses] = values
 
     @property
-    def places(self) -> list[tuple[int, int]]:
+    def scheduled(self) -> list[tuple[int, int]]:
         """(row, query length) of each."""
         rows, query_lens = self.memory[NUM_TABLE_ENTRIES:].reshape(2, NUM_ROWS).tolist()
         return list(zip(rows, query_lens, strict=True))
@@ -53,11 +53,11 @@ def test_any_sequence_of_steps_stands_on_the_device_without_holes(seed: int) -> 
             (row, rng.randrange(NUM_GROUPS), rng.randrange(WIDTH)) for row in rng.choices(rows, k=rng.randint(0, 6))
         }
         blocks = [(*spot, rng.randint(1, 999)) for spot in spots]
-        edits, places = table.advance(step(rows, query_lens, blocks))
+        edits, step_rows = table.advance(step(rows, query_lens, blocks))
         device.edit(edits)
-        assert [device.places[place] for place in places] == list(zip(rows, query_lens, strict=True))
-        assert sorted(places.tolist()) == list(range(len(rows)))
-        assert all(query_len == 0 for _, query_len in device.places[len(rows) :])
+        assert [device.scheduled[step_row] for step_row in step_rows] == list(zip(rows, query_lens, strict=True))
+        assert sorted(step_rows.tolist()) == list(range(len(rows)))
+        assert all(query_len == 0 for _, query_len in device.scheduled[len(rows) :])
         for row, group, index, block_id in blocks:
             expected_tables[group, row, index] = block_id
         assert (device.block_tables == expected_tables).all()
@@ -73,8 +73,8 @@ def test_a_step_like_the_last_one_needs_no_edit() -> None:
 def test_a_row_that_goes_costs_as_much_as_moves_into_its_place() -> None:
     table, device = StepTable(NUM_ROWS, NUM_GROUPS, WIDTH), Device()
     device.edit(table.advance(step(list(range(10)), [1] * 10)).edits)
-    edits, places = table.advance(step([0, 1, 2, *range(4, 10)], [1] * 9))
+    edits, step_rows = table.advance(step([0, 1, 2, *range(4, 10)], [1] * 9))
     device.edit(edits)
-    assert edits.shape[1] == 2, "row 9 moves to the place of row 3, and its own becomes padding"
-    assert [device.places[place][0] for place in places] == [0, 1, 2, *range(4, 10)]
+    assert edits.shape[1] == 2, "row 9 moves to the step row of row 3, and its own becomes padding"
+    assert [device.scheduled[step_row][0] for step_row in step_rows] == [0, 1, 2, *range(4, 10)]
     assert table.advance(step([0, 1, 2, *range(4, 10), 3], [1] * 10)).edits.shape[1] == 2

@@ -1,6 +1,6 @@
 """Recurrent states of rows, kept in blocks of the KV cache and loaded from there, for prefix hits and forks.
 
-Both are told [NUM_STATES, 2 + blocks of a checkpoint] int32: row, position and block ids.
+Both take [NUM_STATES, 2 + blocks of a checkpoint] int32: row, position and block ids.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _NOWHERE = np.iinfo(np.int32).max
 
 
 def pack_states(states: Sequence[StateSave | StateLoad], layout: CheckpointLayout) -> Iterator[np.ndarray]:
-    """What the programs are told, as often as it takes."""
+    """The packed inputs of as many runs as it takes."""
     for start in range(0, len(states), NUM_STATES):
         packed = np.full((NUM_STATES, 2 + layout.num_blocks), _NOWHERE, np.int32)
         for index, state in enumerate(states[start : start + NUM_STATES]):

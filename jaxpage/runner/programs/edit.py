@@ -1,4 +1,4 @@
-"""Block tables and places of the next step, as far as they differ: (address, value) pairs, [2, n] int32.
+"""Block tables and rows of the next step, as far as they differ: (address, value) pairs, [2, n] int32.
 
 A few travel with the step. If there are more, the others go ahead of it.
 """
@@ -65,13 +65,13 @@ class Edit(Program[None]):
 def edited(state: BatchState, edits: jax.Array) -> BatchState:
     """The state with its edits made. edits: [2, n] int32; unused ones are out of range."""
     address, value = edits
-    tables, places = state.block_tables.reshape(-1), state.places.reshape(-1)
+    tables, scheduled = state.block_tables.reshape(-1), state.scheduled.reshape(-1)
     tables = tables.at[address].set(value, mode="drop")
     # A negative index would count from the end.
-    place = jnp.where(address < tables.size, places.size, address - tables.size)
-    places = places.at[place].set(value, mode="drop")
+    step_row = jnp.where(address < tables.size, scheduled.size, address - tables.size)
+    scheduled = scheduled.at[step_row].set(value, mode="drop")
     return dataclasses.replace(
-        state, block_tables=tables.reshape(state.block_tables.shape), places=places.reshape(state.places.shape)
+        state, block_tables=tables.reshape(state.block_tables.shape), scheduled=scheduled.reshape(state.scheduled.shape)
     )
 
 

@@ -73,27 +73,27 @@ class Fork(Program[None]):
         branch_free = plan.target.branch_free
 
         def fork(kv_cache: KVCache, state: BatchState, packed: jax.Array) -> tuple[tuple[KVCache, BatchState], None]:
-            told = unpack_forks(packed, state.num_rows)
+            forks = unpack_forks(packed, state.num_rows)
             buffers = copy_blocks(
-                kv_cache.buffers, told.copies[0], told.copies[1], told.num_copies, branch_free=branch_free
+                kv_cache.buffers, forks.copies[0], forks.copies[1], forks.num_copies, branch_free=branch_free
             )
-            recurrent = [_copy_rows(array, told.row_forks) for array in kv_cache.recurrent]
+            recurrent = [_copy_rows(array, forks.row_forks) for array in kv_cache.recurrent]
             kv_cache = dataclasses.replace(kv_cache, buffers=buffers, recurrent=recurrent)
-            return (kv_cache, _fork_rows(state, told)), None
+            return (kv_cache, _fork_rows(state, forks)), None
 
         return fork
 
 
-def _fork_rows(state: BatchState, told: ForkPlan) -> BatchState:
-    _, copy, token_id = told.row_forks
+def _fork_rows(state: BatchState, forks: ForkPlan) -> BatchState:
+    _, copy, token_id = forks.row_forks
 
     def copy_rows(array: jax.Array) -> jax.Array:
-        return _copy_rows(array, told.row_forks)
+        return _copy_rows(array, forks.row_forks)
 
     copied = {
         field.name: jax.tree.map(copy_rows, getattr(state, field.name))
         for field in dataclasses.fields(state)
-        if field.name not in ("block_tables", "places")
+        if field.name not in ("block_tables", "scheduled")
     }
     copied["block_tables"] = jax.vmap(copy_rows)(state.block_tables)
     last = copied["num_tokens"].at[copy].get(mode="clip") - 1

@@ -67,7 +67,7 @@ POOL = Pool()
 class Pools:
     """What a step's requests ask for, in parts that are on their way to the host."""
 
-    places: list[int] = field(default_factory=list)
+    step_rows: list[int] = field(default_factory=list)
     """Of those requests among the step's."""
     positions: list[int] = field(default_factory=list)
     """Where the stretch of each begins in its prompt."""
@@ -79,12 +79,12 @@ def dispatch_pools(output: SchedulerOutput, first_tokens: Ints, pool: Callable[[
     """Sum what a step's requests ask for. first_tokens: [requests], of each among the tokens of the step."""
     pools = Pools()
     stretches: list[tuple[int, int]] = []
-    for place, (request, query_len) in enumerate(zip(output.requests, output.query_lens, strict=True)):
-        start, end = int(first_tokens[place]), request.num_computed_tokens
+    for step_row, (request, query_len) in enumerate(zip(output.requests, output.query_lens, strict=True)):
+        start, end = int(first_tokens[step_row]), request.num_computed_tokens
         if request.pooling == "last":
             start, query_len = start + query_len - 1, int(end >= request.num_prompt_tokens)
         if request.pooling is not None and query_len:
-            pools.places.append(place)
+            pools.step_rows.append(step_row)
             pools.positions.append(end - query_len)
             stretches.append((start, query_len))
     for at in range(0, len(stretches), NUM_POOLED):
@@ -96,7 +96,7 @@ def dispatch_pools(output: SchedulerOutput, first_tokens: Ints, pool: Callable[[
 
 
 def fetch_pools(pools: Pools, pieces: list[PromptPiece | None]) -> None:
-    """Wait for the sums, and put each into `pieces` by its request's place."""
+    """Wait for the sums, and put each into `pieces` by its request's step row."""
     sums = [np.asarray(part) for part in pools.parts]
-    for i, (place, position) in enumerate(zip(pools.places, pools.positions, strict=True)):
-        pieces[place] = PooledStates(position, sums[i // NUM_POOLED][i % NUM_POOLED])
+    for i, (step_row, position) in enumerate(zip(pools.step_rows, pools.positions, strict=True)):
+        pieces[step_row] = PooledStates(position, sums[i // NUM_POOLED][i % NUM_POOLED])

@@ -100,9 +100,9 @@ class Program[Variant: Hashable](ABC):
 
 def arguments(program: Program[Any], plan: "EnginePlan", variant: Any) -> tuple[Any, ...]:
     """What a program takes, as shapes."""
-    told = program.nothing(plan, variant)
+    packed = program.nothing(plan, variant)
     pieces = (plan.shapes[piece] for piece in program.takes(plan, variant))
-    return (*pieces, told) if told is not None else tuple(pieces)
+    return (*pieces, packed) if packed is not None else tuple(pieces)
 
 
 def compile_program(

@@ -16,9 +16,9 @@ from jaxpage.speculative.proposer import Rows
 
 
 class Propose(Program[int]):
-    """(params, kv_cache, hidden, state) -> state, and how many drafts each place has, [places] int32.
+    """(params, kv_cache, hidden, state) -> state, and how many drafts each step row has, [step rows] int32.
 
-    A variant is the places of the last step.
+    A variant is the step rows of the last step.
     """
 
     name = "propose"
@@ -55,11 +55,11 @@ class Propose(Program[int]):
         ) -> tuple[tuple[BatchState], jax.Array]:
             drafts = state.drafts
             assert drafts is not None
-            places, query_lens = state.places[:, :variant]
-            num_tokens = state.num_tokens[places]
+            step_rows, query_lens = state.scheduled[:, :variant]
+            num_tokens = state.num_tokens[step_rows]
             # Whoever has drawn has a last token that is not computed; in a prompt that goes on, more are missing.
-            draws = (query_lens > 0) & (state.num_computed_tokens[places] == num_tokens - 1)
-            rows = Rows(state.token_ids, places, num_tokens, state.seed[places], branch_free)
+            draws = (query_lens > 0) & (state.num_computed_tokens[step_rows] == num_tokens - 1)
+            rows = Rows(state.token_ids, step_rows, num_tokens, state.seed[step_rows], branch_free)
             drafts, token_ids, num_drafts = drafts.propose(rows, draws, proposer, params, kv_cache, hidden)
             return (dataclasses.replace(state, token_ids=token_ids, drafts=drafts),), jnp.where(draws, num_drafts, 0)
 

@@ -1,6 +1,6 @@
 """The second half of a step: from logits to new tokens in the batch, and drafts behind them.
 
-With masks of tokens, or to undo it, it runs once more for some places of the newest step.
+With masks of tokens, or to undo it, it runs once more for some step rows of the newest step.
 """
 
 import dataclasses
@@ -35,25 +35,25 @@ from jaxpage.speculative.drafts import count_accepted
 from jaxpage.speculative.proposer import Rows
 
 FIRST_DRAW, KEEP_DRAW, DRAW_AGAIN, UNDO_DRAW = range(4)
-"""What a place draws: as the step says; and, once it has drawn, what becomes of that token."""
+"""What a step row draws: as the step says; and, once it has drawn, what becomes of that token."""
 
 
-def pack_draws(num_places: int, vocab_size: int) -> np.ndarray:
-    """Every place of a step draws, without a mask. See `pack_redraws`."""
-    return np.full((num_places, 1 + -(-vocab_size // 32)), FIRST_DRAW, np.int32)
+def pack_draws(num_step_rows: int, vocab_size: int) -> np.ndarray:
+    """Every step row of a step draws, without a mask. See `pack_redraws`."""
+    return np.full((num_step_rows, 1 + -(-vocab_size // 32)), FIRST_DRAW, np.int32)
 
 
-def pack_redraws(masks: Mapping[int, np.ndarray | None], num_places: int, vocab_size: int) -> np.ndarray:
-    """What becomes of a step's tokens by place, and the mask behind it, as [places, 1 + ceil(vocab / 32)] int32.
+def pack_redraws(masks: Mapping[int, np.ndarray | None], num_step_rows: int, vocab_size: int) -> np.ndarray:
+    """What becomes of a step's tokens by step row, and the mask behind it, as [step rows, 1 + ceil(vocab / 32)] int32.
 
     A token is drawn again by its mask or, without one, undone. Places that are not named keep theirs.
     """
-    packed = pack_draws(num_places, vocab_size)
+    packed = pack_draws(num_step_rows, vocab_size)
     packed[:, 0] = KEEP_DRAW
-    for place, mask in masks.items():
-        packed[place, 0] = UNDO_DRAW if mask is None else DRAW_AGAIN
+    for step_row, mask in masks.items():
+        packed[step_row, 0] = UNDO_DRAW if mask is None else DRAW_AGAIN
         if mask is not None:
-            packed[place, 1:] = mask
+            packed[step_row, 1:] = mask
     return packed
 
 
@@ -68,7 +68,7 @@ class Draws(NamedTuple):
 
 
 class Sample(Program[Draws]):
-    """(logits, state, what becomes of each place) -> state, `StepResult`. Only `SamplerKind.ANY` has an input."""
+    """(logits, state, what becomes of each step row) -> state, `StepResult`. Only `SamplerKind.ANY` has an input."""
 
     name = "sample"
     variant_type = Draws
@@ -104,17 +104,17 @@ class Sample(Program[Draws]):
         return ["state"]
 
     def nothing(self, plan: EnginePlan, variant: Draws) -> np.ndarray | None:
-        """Every place draws, without a mask."""
+        """Every step row draws, without a mask."""
         if variant.kind is not SamplerKind.ANY:
             return None
         return pack_draws(variant.num_rows, plan.model.vocab_size)
 
     def function(self, plan: EnginePlan, variant: Draws) -> Callable[..., Any]:
         def sample_step(
-            logits: jax.Array, state: BatchState, told: jax.Array | None = None
+            logits: jax.Array, state: BatchState, packed: jax.Array | None = None
         ) -> tuple[tuple[BatchState], StepResult]:
             kind, _, num_draws = variant
-            state, result = draw_tokens(logits, state, told, kind, num_draws, plan.program_config, plan.target)
+            state, result = draw_tokens(logits, state, packed, kind, num_draws, plan.program_config, plan.target)
             return (state,), result
 
         return sample_step
@@ -135,7 +135,7 @@ def compile_sampler(logits: jax.Array, sampling: SamplingState) -> jax.stages.Co
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives the host, by place."""
+    """What a step gives the host, by step row."""
 
     tokens: jax.Array  # [rows, draws] int32, -1 where there is none
     """Drafts kept and the token behind them; none where a prompt goes on."""
@@ -148,31 +148,31 @@ class StepResult:
 def draw_tokens(
     logits: jax.Array,
     state: BatchState,
-    told: jax.Array | None,
+    packed: jax.Array | None,
     kind: SamplerKind,
     num_draws: int,
     config: ProgramConfig,
     target: Target,
 ) -> tuple[BatchState, StepResult]:
-    """Draw for every place of the step that `state.places` names, and count what it has computed.
+    """Draw for every step row of the step that `state.scheduled` names, and count what it has computed.
 
     logits: [rows * num_draws, vocab] float32, behind the last known token of each row and behind its drafts.
-    told: `pack_draws` or, once they have drawn, `pack_redraws`; only for `SamplerKind.ANY`.
+    packed: `pack_draws` or, once they have drawn, `pack_redraws`; only for `SamplerKind.ANY`.
     """
     step = state.step_rows(logits.shape[0] // num_draws)
     rows, num_tokens, draws, num_checked = step.rows, step.num_tokens, step.draws, step.num_checked
     is_first, undone, mask = jnp.ones_like(draws), jnp.zeros_like(rows), None
-    if told is not None:
-        is_first, draws_again = told[:, 0] == FIRST_DRAW, told[:, 0] == DRAW_AGAIN
-        mask = TokenMask(jnp.repeat(draws_again, num_draws), jnp.repeat(told[:, 1:], num_draws, axis=0))
+    if packed is not None:
+        is_first, draws_again = packed[:, 0] == FIRST_DRAW, packed[:, 0] == DRAW_AGAIN
+        mask = TokenMask(jnp.repeat(draws_again, num_draws), jnp.repeat(packed[:, 1:], num_draws, axis=0))
         # Back to where the step stood when it drew; a draw that is undone takes the row's last computed token with it.
-        undone = (told[:, 0] == UNDO_DRAW).astype(jnp.int32)
+        undone = (packed[:, 0] == UNDO_DRAW).astype(jnp.int32)
         num_tokens = num_tokens - undone - draws_again
         draws = jnp.where(is_first, draws, draws_again)
         num_checked = jnp.where(is_first, num_checked, 0)
-    place = jnp.arange(num_draws)
-    known = num_tokens[:, None] + place  # what each draw follows
-    drawing = draws[:, None] & (place <= num_checked[:, None])
+    nth = jnp.arange(num_draws)
+    known = num_tokens[:, None] + nth  # what each draw follows
+    drawing = draws[:, None] & (nth <= num_checked[:, None])
     of_row, wanted = jnp.repeat(rows, num_draws), drawing.reshape(-1)
     options = _sampling_states(state, of_row, known.reshape(-1), wanted, config)
     with jax.named_scope("sample"):
@@ -186,7 +186,7 @@ def draw_tokens(
     drawn = drawn.reshape(-1, num_draws)
     drafts = state.token_ids.at[rows[:, None], known[:, :-1]].get(mode="clip")
     num_accepted = count_accepted(drawn, drafts, num_checked)
-    kept = draws[:, None] & (place <= num_accepted[:, None])
+    kept = draws[:, None] & (nth <= num_accepted[:, None])
     num_known = num_tokens + jnp.sum(kept, axis=1, dtype=jnp.int32)
     token_ids = state.token_ids.at[jnp.where(kept, rows[:, None], state.num_rows), known].set(drawn, mode="drop")
     draft_state, num_drafts = state.drafts, None

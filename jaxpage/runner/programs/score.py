@@ -100,7 +100,7 @@ SCORE, SCORE_ROWS = Score(), ScoreRows()
 class _Asked:
     """A token whose log-probabilities are asked for."""
 
-    place: int
+    step_row: int
     """Of its request among those of the step."""
     position: int
     """Whose hidden state tells of the token behind it."""
@@ -124,18 +124,18 @@ class Scores:
 
 
 Run = Callable[[np.ndarray], Any]
-"""Takes what a program is told, and gives its result on the device."""
+"""Takes a program's packed input, and gives its result on the device."""
 
 
 def dispatch_scores(output: SchedulerOutput, first_tokens: Ints, *, score: Run, score_rows: Run) -> Scores:
     """Score what a step's requests ask for. first_tokens: [requests], of each among the tokens of the step."""
     scores = Scores()
-    for place, (request, query_len) in enumerate(zip(output.requests, output.query_lens, strict=True)):
-        start = int(first_tokens[place])
+    for step_row, (request, query_len) in enumerate(zip(output.requests, output.query_lens, strict=True)):
+        start = int(first_tokens[step_row])
         prompt = scores.rows if request.num_prompt_logprobs == -1 else scores.tokens
-        prompt.extend(_in_prompt(request, place, query_len, start))
+        prompt.extend(_in_prompt(request, step_row, query_len, start))
         if request.params.logprobs == -1 and request.num_computed_tokens >= request.num_prompt_tokens:
-            scores.rows.append(_Asked(place, request.num_computed_tokens - 1, start + query_len - 1, -1))
+            scores.rows.append(_Asked(step_row, request.num_computed_tokens - 1, start + query_len - 1, -1))
     for at in range(0, len(scores.tokens), NUM_SCORED_TOKENS):
         packed = np.zeros((2, NUM_SCORED_TOKENS), np.int32)
         for i, asked in enumerate(scores.tokens[at : at + NUM_SCORED_TOKENS]):
@@ -149,13 +149,13 @@ def dispatch_scores(output: SchedulerOutput, first_tokens: Ints, *, score: Run, 
     return scores
 
 
-def _in_prompt(request: Request, place: int, query_len: int, start: int) -> Iterator[_Asked]:
+def _in_prompt(request: Request, step_row: int, query_len: int, start: int) -> Iterator[_Asked]:
     """What a request asks for of its prompt among the `query_len` tokens that it has from `start` on in the step."""
     if request.num_prompt_logprobs is None:
         return
     first = request.num_computed_tokens - query_len
     for position in range(first, min(request.num_computed_tokens, request.num_prompt_tokens - 1)):
-        yield _Asked(place, position, start + position - first, request.prompt_token_ids[position + 1])
+        yield _Asked(step_row, position, start + position - first, request.prompt_token_ids[position + 1])
 
 
 def fetch_scores(
@@ -169,13 +169,13 @@ def fetch_scores(
     prompts: dict[int, PromptLogprobs] = {}
 
     def add(asked: _Asked, found: TokenLogprobs) -> None:
-        if (prompt := prompts.get(asked.place)) is None:
-            pieces[asked.place] = prompt = prompts[asked.place] = PromptLogprobs(asked.position, [])
+        if (prompt := prompts.get(asked.step_row)) is None:
+            pieces[asked.step_row] = prompt = prompts[asked.step_row] = PromptLogprobs(asked.position, [])
         prompt.logprobs.append(found)
 
     parts = [jax.tree.map(np.asarray, part) for part in scores.token_parts]
     for i, asked in enumerate(scores.tokens):
-        wanted = requests[asked.place].num_prompt_logprobs or 0
+        wanted = requests[asked.step_row].num_prompt_logprobs or 0
         add(asked, host_logprobs(parts[i // NUM_SCORED_TOKENS], i % NUM_SCORED_TOKENS, wanted))
     whole = [np.asarray(part) for part in scores.row_parts]
     for i, asked in enumerate(scores.rows):
@@ -184,8 +184,8 @@ def fetch_scores(
         if asked.target >= 0:
             rank = 1 + int(np.sum(row > row[asked.target]))
             add(asked, TokenLogprobs(float(row[asked.target]), rank, [], vocabulary))
-        elif (found := with_rows[asked.place]) is not None:  # one: such a request has no drafts
-            with_rows[asked.place] = [msgspec.structs.replace(one, vocabulary=vocabulary) for one in found]
+        elif (found := with_rows[asked.step_row]) is not None:  # one: such a request has no drafts
+            with_rows[asked.step_row] = [msgspec.structs.replace(one, vocabulary=vocabulary) for one in found]
     return with_rows
 
 

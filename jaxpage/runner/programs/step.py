@@ -1,4 +1,4 @@
-"""The first half of a step: the last edits, the forward pass, and the logits of what every place draws.
+"""The first half of a step: the last edits, the forward pass, and the logits of what every step row draws.
 
 What is in the old logits is never read. That their memory is given keeps the new ones where they were: XLA computes
 layers in it, and a GPU's graph is rewritten wherever an address changes.
