@@ -41,9 +41,9 @@ def main() -> None:
     assert (Path(where).parent / "py.typed").is_file(), "no type checker would read its types"
 
     prompt = "The capital of France is"
-    told = json.loads(run("generate", "--prompt", prompt, "--max-tokens", "8", "--json", *SMALL))
-    assert "Paris" in told["text"], told
-    print("generate:", told["text"].strip())
+    generated = json.loads(run("generate", "--prompt", prompt, "--max-tokens", "8", "--json", *SMALL))
+    assert "Paris" in generated["text"], generated
+    print("generate:", generated["text"].strip())
 
     sampling = ("--temperature", "0", "--max-tokens", "16")
     answers = run("chat", *sampling, *SMALL, stdin="What is a cat?\nAnd a dog?\n").splitlines()

@@ -137,7 +137,7 @@ def opened_files(input_file: str, output_file: str) -> Iterator[Batch]:
 
 
 async def run(batch: Batch, make_engine: Callable[[], "AsyncEngine"], config: ServerConfig) -> int:
-    """Load the engine and send it the batch; returns the exit code, and tells the numbers on standard error."""
+    """Load the engine and send it the batch; returns the exit code, and prints the numbers on standard error."""
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
@@ -149,10 +149,10 @@ async def run(batch: Batch, make_engine: Callable[[], "AsyncEngine"], config: Se
             try:
                 await _send_all(batch, engine, app)
             finally:
-                told = (
+                counts = (
                     f"{batch.num_succeeded} succeeded, {batch.num_failed} failed, {batch.num_kept} had succeeded before"
                 )
-                print(f"jaxpage: of {batch.num_lines} requests, {told}", file=sys.stderr)
+                print(f"jaxpage: of {batch.num_lines} requests, {counts}", file=sys.stderr)
     except asyncio.CancelledError:
         print("jaxpage: stopped; the same command again goes on from here", file=sys.stderr)
         return INTERRUPTED

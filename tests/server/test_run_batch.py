@@ -111,13 +111,15 @@ def test_what_the_server_refuses_is_its_own_answer(files: Files) -> None:
         (line("a", "another"), "duplicate_custom_id", "custom_id 'a', which line 1 has", "a"),
     ],
 )
-def test_a_bad_line_is_told_and_stops_no_other(files: Files, bad: str, code: str, says: str, custom_id: str) -> None:
+def test_a_bad_line_gets_an_error_and_stops_no_other(
+    files: Files, bad: str, code: str, says: str, custom_id: str
+) -> None:
     files.write(line("a"), bad, "", line("b"))
     assert files.run() == 1
     results = [json.loads(line) for line in files.output.read_text().splitlines()]
-    (told,) = [result for result in results if result["error"] is not None]
-    assert (told["error"]["code"], told["custom_id"], told["response"]) == (code, custom_id, None)
-    assert says in told["error"]["message"]
+    (refused,) = [result for result in results if result["error"] is not None]
+    assert (refused["error"]["code"], refused["custom_id"], refused["response"]) == (code, custom_id, None)
+    assert says in refused["error"]["message"]
     assert {result["custom_id"] for result in results if result["error"] is None} == {"a", "b"}
 
 
@@ -269,7 +271,7 @@ def test_files_that_cannot_be_used_are_one_line_before_anything_loads(
     files.write(line("a"))
     folder = str(files.input.parent)
     assert main(["run-batch", *(argument.replace("{folder}", folder) for argument in arguments)]) == 1
-    told = capfd.readouterr().err
-    assert says in told
-    assert told.count("\n") == 1
+    error = capfd.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
     assert files.input.read_text() == line("a") + "\n"

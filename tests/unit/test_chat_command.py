@@ -138,7 +138,7 @@ def test_whatever_goes_wrong_is_one_line(reply: ScriptedReply, says: str) -> Non
     assert reply.is_closed
 
 
-def test_a_server_without_models_is_told() -> None:
+def test_a_server_without_models_is_an_error() -> None:
     with pytest.raises(RequestError, match="names no model"):
         served_model(ScriptedServer(ScriptedReply(200, [b'{"data": []}'])))
 
@@ -176,10 +176,10 @@ def test_commands_that_cannot_be_done_are_one_line(capsys: pytest.CaptureFixture
     lines = ["/nope", "/save", f"/save {tmp_path}/no/folder.json", "/retry"]
     codes, shown = talk(capsys, talked, *lines)
     assert codes == [1] * 4
-    told = shown.err.splitlines()
-    assert len(told) == 4
+    errors = shown.err.splitlines()
+    assert len(errors) == 4
     wanted = ["no command /nope", "takes the name of a file", "No such file", "answer again"]
-    for line, says in zip(told, wanted, strict=True):
+    for line, says in zip(errors, wanted, strict=True):
         assert line.startswith("jaxpage: ")
         assert says in line
 
@@ -216,7 +216,7 @@ def test_a_pipe_is_read_by_lines_or_as_a_whole(
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_pipe_that_is_no_text_is_told(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+def test_a_pipe_that_is_no_utf_8_is_one_error(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8"))
     with pytest.raises(RequestError, match="the input is no UTF-8"):
         chat(conversation()[0], whole_input=whole)
@@ -244,10 +244,10 @@ def test_a_chat_that_cannot_begin_is_one_line(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     assert main(["chat", *arguments]) == 1
-    told = capfd.readouterr().err
-    assert says in told
-    assert told.count("jaxpage: ") == 1
-    assert "Traceback" not in told
+    error = capfd.readouterr().err
+    assert says in error
+    assert error.count("jaxpage: ") == 1
+    assert "Traceback" not in error
 
 
 def test_a_url_may_end_in_v1_and_the_key_is_sent() -> None:
