@@ -1,9 +1,10 @@
-"""The `jaxpage` command: serve, generate, compile, models, bench. Options are the fields of the config classes."""
+"""The `jaxpage` command and its subcommands. Options are the fields of the config classes."""
 
 import argparse
 import dataclasses
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,13 @@ from typing import Any
 from jaxpage.aot.gpu_compiler import find_gpu_compiler
 from jaxpage.bench import serve as bench_serve
 from jaxpage.bench.benches import BENCHES
+from jaxpage.chat.connection import HttpConnection
+from jaxpage.chat.options import add_chat_arguments, api_key_of, talk
 from jaxpage.config import EngineConfig, flag
 from jaxpage.errors import ConfigError, JaxpageError
 from jaxpage.options import add_fields, config_of, read_config_file
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.server_config import ServerConfig
+from jaxpage.server_config import BATCH_OPTIONS, ServerConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever read our output has left; what is still in its buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return code
 
 
@@ -75,6 +81,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
     add_fields(generate.add_argument_group("engine"), EngineConfig)
+
+    chat = _command(commands, "chat", _chat, "talk with a model in the terminal")
+    add_chat_arguments(chat)
+    add_fields(chat.add_argument_group("engine, unless a URL is asked"), EngineConfig, skip=("model",))
+
+    batch = _command(commands, "run-batch", _run_batch, "run a file of requests, as OpenAI's batch API takes it")
+    batch.add_argument("model_argument", nargs="?", metavar="MODEL", help="model to ask (smollm2-135m)")
+    batch.add_argument("-i", "--input-file", required=True, metavar="FILE", help="requests, a line each; - for stdin")
+    batch.add_argument(
+        "-o", "--output-file", required=True, metavar="FILE", help="results, which a next run adds to; - for stdout"
+    )
+    skipped = [field.name for field in dataclasses.fields(ServerConfig) if field.name not in BATCH_OPTIONS]
+    add_fields(batch.add_argument_group("server"), ServerConfig, skip=skipped)
+    add_fields(batch.add_argument_group("engine"), EngineConfig)
 
     compiling = _command(commands, "compile", _compile, "compile all programs for GPUs, which need not be here")
     compiling.add_argument(
@@ -197,6 +217,35 @@ def _generate(args: argparse.Namespace) -> int:
                     shown = len(output.outputs[0].text)
                 print()
     return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING)
+    given = _options(args)
+    if args.url is not None:
+        if given:
+            raise ConfigError(f"{flag(next(iter(given)))} is for an engine in process: leave it out, or --url")
+        return talk(HttpConnection(args.url, api_key_of(args)), args)
+    from jaxpage.async_engine import AsyncEngine
+    from jaxpage.server.in_process import LocalServer
+
+    # One request at a time needs few programs, and those that compile meanwhile would tell of it in the chat.
+    alone = {"max_num_seqs": 1, "background_compile": False}
+    config = EngineConfig(**alone | given | ({} if args.model_argument is None else {"model": args.model_argument}))
+    if sys.stderr.isatty():
+        print(f"loading {config.model}", file=sys.stderr)
+    with LocalServer(lambda: AsyncEngine(config), ServerConfig(log_requests=False)) as local:
+        args.model_argument = None
+        return talk(local, args)
+
+
+def _run_batch(args: argparse.Namespace) -> int:
+    from jaxpage.server.batch.run import run_batch
+
+    if args.model_argument is not None:
+        args.model = args.model_argument
+    server_config = config_of(ServerConfig, args, log_requests=False, max_stored_responses=0)
+    return run_batch(config_of(EngineConfig, args), server_config, args.input_file, args.output_file)
 
 
 def _models(args: argparse.Namespace) -> int:

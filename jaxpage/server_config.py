@@ -18,6 +18,11 @@ TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "pythonic", "json")
 REASONING_PARSERS = ("qwen3", "deepseek_r1", "mistral")
 API_KEY_VARIABLE = "JAXPAGE_API_KEY"
 """Environment variable with API keys, separated by commas."""
+BATCH_OPTIONS = (
+    *("served_model_name", "max_request_bytes", "request_timeout"),
+    *("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser"),
+)
+"""Options that mean something without a socket, too."""
 
 
 @dataclass(frozen=True, kw_only=True)

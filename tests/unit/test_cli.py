@@ -28,7 +28,10 @@ def test_serve_has_an_option_for_every_field_with_its_help(capsys: pytest.Captur
             assert field.metadata["help"].split(":")[0] in text
 
 
-@pytest.mark.parametrize("command", [["generate"], ["bench", "throughput"], ["bench", "latency"], ["bench", "startup"]])
+@pytest.mark.parametrize(
+    "command",
+    [["chat"], ["run-batch"], ["generate"], ["bench", "throughput"], ["bench", "latency"], ["bench", "startup"]],
+)
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     assert "--max-num-seqs" in output_of(capsys, *command, "--help")
 

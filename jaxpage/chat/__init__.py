@@ -1,0 +1,1 @@
+"""`jaxpage chat`: a conversation in the terminal."""

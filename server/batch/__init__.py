@@ -1,0 +1,1 @@
+"""`jaxpage run-batch`: files of requests, as OpenAI's batch API takes them."""
