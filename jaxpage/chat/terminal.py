@@ -6,6 +6,7 @@ code. A pipe gets answers alone, without colours; its first failure ends the cha
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -42,23 +43,48 @@ def chat(conversation: Conversation, *, whole_input: bool = False) -> int:
             return next((code for line in messages(sys.stdin) if (code := shown.take(line))), 0)
         except UnicodeDecodeError as error:
             raise RequestError(f"the input is no UTF-8: {error}") from error
-    shown = Chat(conversation, sys.stdout, is_terminal=True)
-    print(f"{conversation.model} · /help lists the commands, Ctrl-D ends the chat")
-    with line_editing():
-        for line in messages(typed()):
+    interrupts = Interrupts()
+    shown = Chat(conversation, sys.stdout, interrupts)
+    with interrupts.taken(), line_editing():
+        print(f"{conversation.model} · /help lists the commands, Ctrl-D ends the chat")
+        for line in messages(typed(interrupts)):
             shown.take(line)
             if shown.is_over:
                 break
     return 0
 
 
+class Interrupts:
+    """Ctrl-C, which stops what is under way, and never the chat."""
+
+    def __init__(self) -> None:
+        self.stop_something = False
+        """Whether there is anything to stop; the next Ctrl-C raises `KeyboardInterrupt` and sets it back."""
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Meanwhile, Ctrl-C does nothing else."""
+        before = signal.signal(signal.SIGINT, self._stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _stop(self, *_: object) -> None:
+        if self.stop_something:
+            self.stop_something = False
+            raise KeyboardInterrupt
+
+
 class Chat:
     """A conversation and where it is shown."""
 
-    def __init__(self, conversation: Conversation, out: TextIO, *, is_terminal: bool = False) -> None:
+    def __init__(self, conversation: Conversation, out: TextIO, interrupts: Interrupts | None = None) -> None:
+        """interrupts: Ctrl-C, where that is a terminal."""
         self._conversation = conversation
         self._out = out
-        self._is_terminal = is_terminal
+        self._interrupts = interrupts
+        self._is_terminal = is_terminal = interrupts is not None
         self._has_styles = is_terminal and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
         self._is_dim = False
         self.is_over = False
@@ -103,15 +129,19 @@ class Chat:
 
     def _show(self, pieces: Generator[Piece, None, None]) -> None:
         """Write an answer as it comes. In a terminal, Ctrl-C ends it and not the chat."""
-        is_stopped = False
+        interrupts, is_stopped = self._interrupts, False
         with contextlib.closing(pieces):
             try:
+                if interrupts is not None:
+                    interrupts.stop_something = True
                 self._write(pieces)
             except KeyboardInterrupt:
-                if not self._is_terminal:
+                if interrupts is None:
                     raise
                 is_stopped = True
             finally:
+                if interrupts is not None:
+                    interrupts.stop_something = False
                 self._dim(False)
                 self._out.write("\n")
                 self._out.flush()
@@ -165,16 +195,21 @@ def messages(lines: Iterator[str] | TextIO) -> Iterator[str]:
         yield "\n".join(quoted)
 
 
-def typed() -> Iterator[str]:
+def typed(interrupts: Interrupts) -> Iterator[str]:
     """What a person types, until Ctrl-D. Ctrl-C gives up a line."""
     while True:
         try:
-            yield input("> ")
+            interrupts.stop_something = True
+            line = input("> ")
+            interrupts.stop_something = False
         except KeyboardInterrupt:
             print()
+            continue
         except EOFError:
+            interrupts.stop_something = False
             print()
             return
+        yield line
 
 
 @contextlib.contextmanager

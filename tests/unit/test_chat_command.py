@@ -11,7 +11,7 @@ import pytest
 
 from jaxpage.chat.connection import HttpConnection, answer, served_model
 from jaxpage.chat.conversation import Conversation, Piece
-from jaxpage.chat.terminal import Chat, chat, history_file, messages
+from jaxpage.chat.terminal import Chat, Interrupts, chat, history_file, messages
 from jaxpage.cli import main
 from jaxpage.errors import RequestError
 
@@ -65,7 +65,7 @@ def said(pieces: Iterator[Piece]) -> str:
 
 def talk(capsys: pytest.CaptureFixture[str], conversation: Conversation, *lines: str, is_terminal: bool = False) -> Any:
     """What is shown to someone who says `lines`."""
-    shown = Chat(conversation, sys.stdout, is_terminal=is_terminal)
+    shown = Chat(conversation, sys.stdout, Interrupts() if is_terminal else None)
     codes = [shown.take(line) for line in lines]
     return codes, capsys.readouterr()
 
