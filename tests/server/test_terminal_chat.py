@@ -59,16 +59,6 @@ class Terminal:
         found, _, self.shown = self.shown.partition(text)
         return found
 
-    def press_until(self, key: str, text: str) -> None:
-        """Press a key until `text` comes: a signal between readline's look for signals and its waiting is not seen."""
-        deadline = time.monotonic() + 2 * GUARD_SECONDS
-        while text not in self.shown:
-            assert time.monotonic() < deadline, f"{text!r} never came: {self.shown!r}"
-            self.type(key)
-            if select.select([self._ours], [], [], 1.0)[0]:
-                self.shown += os.read(self._ours, 65536).decode("utf-8", "replace")
-        self.shown = self.shown.partition(text)[2]
-
     def close(self) -> None:
         """End it if it has not ended."""
         self.process.kill()
@@ -103,8 +93,6 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_chat(terminal: Terminal, engine: F
     terminal.type("/retry\n")
     terminal.wait_for("again")
     terminal.wait_for("> ")
-    terminal.type("half a line")
-    terminal.press_until("\x03", "> ")
     terminal.type("\x04")
     assert terminal.process.wait(GUARD_SECONDS) == 0
     assert (tmp_path / "jaxpage" / "chat_history").read_text().splitlines()[-2:] == ["slow", "/retry"]

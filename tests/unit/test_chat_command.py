@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -254,3 +255,25 @@ def test_a_url_may_end_in_v1_and_the_key_is_sent() -> None:
     connection = HttpConnection("https://example.com/v1/", "secret")
     assert connection._base == "https://example.com"
     assert connection._headers["Authorization"] == "Bearer secret"
+
+
+def test_ctrl_c_at_the_prompt_gives_up_a_line_and_at_other_times_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    presses = iter(["\x03", "hello", "\x04"])
+
+    def pressed(_: str) -> str:
+        match next(presses):
+            case "\x03":
+                signal.raise_signal(signal.SIGINT)
+            case "\x04":
+                raise EOFError
+        return "hello"
+
+    monkeypatch.setattr("builtins.input", pressed)
+    interrupts = Interrupts()
+    with interrupts.taken():
+        lines = typed(interrupts)
+        assert next(lines) == "hello"
+        assert next(presses) == "\x04"  # the first was given up
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
