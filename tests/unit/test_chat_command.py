@@ -12,7 +12,7 @@ import pytest
 
 from jaxpage.chat.connection import HttpConnection, answer, served_model
 from jaxpage.chat.conversation import Conversation, Piece
-from jaxpage.chat.terminal import Chat, Interrupts, chat, history_file, messages
+from jaxpage.chat.terminal import Chat, Interrupts, chat, history_file, messages, typed
 from jaxpage.cli import main
 from jaxpage.errors import RequestError
 
