@@ -12,7 +12,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jaxpage.config import EngineConfig
-from jaxpage.errors import ConfigError, EngineDeadError, JaxpageError, ModelLoadError, RequestError
+from jaxpage.errors import (
+    ConfigError,
+    EngineDeadError,
+    GenerationError,
+    JaxpageError,
+    ModelLoadError,
+    RequestError,
+)
 from jaxpage.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -24,6 +31,7 @@ from jaxpage.outputs import (
 from jaxpage.sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
+    from jaxpage.async_engine import AsyncEngine
     from jaxpage.llm import LLM
     from jaxpage.server_config import ServerConfig
 
@@ -31,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "BeamSearchParams",
     "CompletionOutput",
     "ConfigError",
@@ -38,6 +47,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineConfig",
     "EngineDeadError",
+    "GenerationError",
     "JaxpageError",
     "Logprob",
     "ModelLoadError",
@@ -51,7 +61,11 @@ __all__ = [
 ]
 
 
-_IMPORTED_WHEN_ASKED_FOR = {"LLM": "jaxpage.llm", "ServerConfig": "jaxpage.server_config"}
+_IMPORTED_WHEN_ASKED_FOR = {
+    "AsyncEngine": "jaxpage.async_engine",
+    "LLM": "jaxpage.llm",
+    "ServerConfig": "jaxpage.server_config",
+}
 """A quarter of a second of imports that an engine's own process starts without."""
 
 

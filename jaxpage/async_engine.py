@@ -9,7 +9,7 @@ import itertools
 import logging
 import random
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, cast
 
 import zmq
@@ -41,7 +41,8 @@ _WAIT_SECONDS = 0.02
 class RequestStream:
     """Cumulative outputs of one request, to be read with `async for`, or what is new of it (`deltas`).
 
-    A slow reader skips to the newest output, and gets larger deltas.
+    A slow reader skips to the newest output, and gets larger deltas. Whoever breaks off such a loop, or is cancelled in
+    it, ends the request.
     """
 
     def __init__(self, client: Client, request: OpenRequest) -> None:
@@ -61,23 +62,34 @@ class RequestStream:
     def num_prompt_tokens(self) -> int:
         return len(self._request.message.prompt_token_ids)
 
-    def __aiter__(self) -> "RequestStream":
-        return self
+    async def __aiter__(self) -> AsyncGenerator[RequestOutput]:
+        """The newest output whenever there is more; the last one is `finished`. Raises as `deltas` does."""
+        async for delta in self.deltas():
+            self._accumulator.add(delta)
+            yield self._accumulator.output()
 
     async def __anext__(self) -> RequestOutput:
-        """The newest output; the last one is `finished`. Raises `EngineDeadError` if the engine dies."""
-        if (delta := await self._next()) is None:
+        """The newest output, for whoever waits for them one by one. Raises as `deltas` does."""
+        try:
+            delta = await self._next()
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        if delta is None:
             raise StopAsyncIteration
         self._accumulator.add(delta)
         return self._accumulator.output()
 
-    async def deltas(self) -> AsyncIterator[RequestDelta]:
+    async def deltas(self) -> AsyncGenerator[RequestDelta]:
         """What is new, whenever there is something; the last one is `finished`.
 
         Read either these or the outputs. Raises `EngineDeadError` if the engine dies.
         """
-        while (delta := await self._next()) is not None:
-            yield delta
+        try:
+            while (delta := await self._next()) is not None:
+                yield delta
+        finally:
+            self.abort()
 
     def abort(self) -> None:
         """End the request and free what it holds; nothing happens if it is over."""
@@ -109,7 +121,12 @@ class RequestStream:
 
 
 class AsyncEngine:
-    """One engine process, and every request that is open on it. Belongs to one event loop."""
+    """One engine process, and every request that is open on it. Belongs to one event loop.
+
+    async with AsyncEngine(EngineConfig(model="smollm2-135m")) as engine:
+        async for output in engine.add_request("The capital of France is", SamplingParams(temperature=0)):
+            print(output.outputs[0].text)
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -157,6 +174,19 @@ class AsyncEngine:
     def vocab_size(self) -> int:
         """Token ids are below it; known once ready."""
         return self._client.limits.vocab_size
+
+    async def __aenter__(self) -> "AsyncEngine":
+        """Start, and return when requests are served. Raises what keeps the engine from starting."""
+        try:
+            await self.start()
+            await self.wait_ready()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def start(self) -> None:
         """Launch the engine process and load the tokenizer meanwhile. Raises `ModelLoadError` for a bad tokenizer."""
@@ -312,10 +342,10 @@ class AsyncEngine:
         finally:
             await self._call("stop_profile")
 
-    async def shutdown(self) -> None:
+    async def close(self) -> None:
         """End the engine process; open requests end with `EngineDeadError`. Idempotent."""
         self._stopping = True
-        self._die(EngineDeadError("the engine was shut down"))
+        self._die(EngineDeadError("the engine was closed"))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -344,8 +374,8 @@ class AsyncEngine:
             while True:
                 self._take(wire.decode_from_engine(await socket.recv()))
         except Exception as error:
-            logger.exception("what the engine says cannot be taken in")
-            self._die(EngineDeadError(f"what the engine says cannot be taken in: {error!r}"))
+            logger.exception("cannot process engine output")
+            self._die(EngineDeadError(f"cannot process engine output: {error!r}"))
 
     def _take(self, message: wire.FromEngine) -> None:
         match message:

@@ -1,26 +1,34 @@
 """Offline inference: `LLM(model).generate(prompts)`. The engine runs in its own process, or in the caller's."""
 
+import itertools
+import os
 import random
+import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 from tqdm import tqdm
 
 from jaxpage.client import Client
 from jaxpage.config import EngineConfig
 from jaxpage.engine.links import EngineLink, LocalEngine, RemoteEngine
-from jaxpage.errors import ConfigError, EngineDeadError, JaxpageError, RequestError
+from jaxpage.errors import ConfigError, EngineDeadError, GenerationError, JaxpageError, RequestError
+from jaxpage.interrupts import uninterrupted
 from jaxpage.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestDelta, RequestOutput
 from jaxpage.requests.accumulate import Accumulator
-from jaxpage.requests.open_request import OpenRequest, Prompt, open_request
+from jaxpage.requests.open_request import PROMPT_FORMS, OpenRequest, Prompt, open_request
 from jaxpage.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from jaxpage.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from jaxpage.models.served_model import ServedModel
+
+Prompts = Prompt | Sequence[Prompt]
+_MOST_NAMED = 8
 
 
 class LLM:
@@ -52,13 +60,16 @@ class LLM:
             raise ConfigError(f"model {name!r} is your own, which says nothing of a tokenizer: give tokenizer=...")
         self.tokenizer = load_tokenizer(self.config.tokenizer_source, self.config.chat_template)
         self._engine: EngineLink = RemoteEngine(self.config) if multiprocess else LocalEngine(self.config, given)
-        self._close = weakref.finalize(self, self._engine.close)
+        self._made_by = os.getpid()
+        self._close = weakref.finalize(self, _close_in, self._made_by, self._engine.close)
         self._seeds = random.Random(self.config.seed)
-        self._num_requests = 0
+        self._request_ids = itertools.count(1)
         self._client = Client(self._engine.send)
+        self._lock = FairLock()
+        """Of the client and the engine: held by the thread that hands something over, or waits for what comes."""
         try:
             while not self._client.is_ready:
-                self._client.take(self._engine.receive())
+                self._take_next()
                 if self._client.death is not None:
                     raise self._client.death
         except BaseException:
@@ -78,9 +89,10 @@ class LLM:
     @property
     def stats(self) -> dict[str, float]:
         """How the engine stood after its last step; see `EngineCore.stats`."""
-        while self._close.alive and self._engine.has_news:
-            self._client.take(self._engine.receive())
-        return self._client.stats
+        with self._lock:
+            while self._close.alive and self._engine.has_news:
+                self._take_next()
+            return self._client.stats
 
     def close(self) -> None:
         """End the engine. Idempotent."""
@@ -94,19 +106,23 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete every prompt (text or token ids); results come in the order of the prompts.
+        """Complete every prompt; results come in the order of the prompts.
+
+        prompts: one or several, each a text, its token ids (a list or a NumPy array), or a dict that has either as
+        "prompt" or "prompt_token_ids".
 
         `sampling_params` and `priority` (lower goes first, under the priority policy): one for all, or one per prompt.
-        `cache_salt`: cached prefixes are shared only with requests of the same salt. Raises `RequestError` before
-        anything runs when one of the requests cannot be served, and `EngineDeadError` when the engine dies. A request
-        that fails later ends with finish reason "error" and what it has generated so far; the others go on.
+        `cache_salt`: cached prefixes are shared only with requests of the same salt. Several threads may call this at
+        once, and share the engine's steps. Raises `TypeError` for prompts of another form, `RequestError` before
+        anything runs when one of the requests cannot be served, and `EngineDeadError` when the engine dies. If requests
+        fail later, the others go on, and `GenerationError` names them and carries all results.
         """
         batch = _as_batch(prompts)
         params = _per_prompt(
@@ -121,7 +137,7 @@ class LLM:
 
     def beam_search(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         params: BeamSearchParams,
         *,
         priority: int | Sequence[int] = 0,
@@ -142,7 +158,7 @@ class LLM:
 
     def embed(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
@@ -230,10 +246,20 @@ class LLM:
     def _call(self, utility: str, *args: Any) -> Any:
         self._check_open()
         answer: Future[Any] = Future()
-        self._client.call(answer, utility, *args)
+        with self._lock, uninterrupted():
+            self._client.call(answer, utility, *args)
         while not answer.done():
-            self._client.take(self._engine.receive())
+            with self._lock:
+                if not answer.done():
+                    self._check_open()
+                    self._take_next()
         return answer.result()
+
+    def _take_next(self) -> None:
+        """Take in what the engine says next. The lock is held."""
+        self._engine.wait()
+        with uninterrupted():
+            self._client.take(self._engine.receive())
 
     def _open(
         self,
@@ -242,11 +268,10 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> OpenRequest:
-        self._num_requests += 1
         return open_request(
             prompt,
             params,
-            request_id=str(self._num_requests),
+            request_id=str(next(self._request_ids)),
             seed=self._seeds.getrandbits(63),
             tokenizer=self.tokenizer,
             limits=self._client.limits,
@@ -262,33 +287,68 @@ class LLM:
                 accumulators[delta.request_id].add(delta)
                 if delta.finished:
                     bar.update()
-        return [accumulator.output() for accumulator in accumulators.values()]
+        outputs = [accumulator.output() for accumulator in accumulators.values()]
+        failed = [number for number, output in enumerate(outputs) if _has_failed(output)]
+        if failed:
+            names = ", ".join(f"{number} (request {outputs[number].request_id})" for number in failed[:_MOST_NAMED])
+            more = f" and {len(failed) - _MOST_NAMED} more" if len(failed) > _MOST_NAMED else ""
+            raise GenerationError(
+                f"{len(failed)} of {len(outputs)} requests failed, those of prompts {names}{more}: the log says why, "
+                "and this error's `outputs` hold all results",
+                outputs,
+            )
+        return outputs
 
     def _deltas(self, requests: list[OpenRequest]) -> Iterator[RequestDelta]:
         """Send requests and give what is new of them, until all are finished. Others may be under way, too."""
-        self._check_open()
         inbox = _Inbox()
         num_open = len(requests)
         try:
-            for request in requests:
-                self._client.open(request, inbox)
+            with self._lock:
+                self._check_open()
+                for request in requests:
+                    with uninterrupted():
+                        self._client.open(request, inbox)
             while num_open:
-                while not inbox.deltas:
-                    self._check_open()
-                    if inbox.error is not None:
-                        raise inbox.error
-                    self._client.take(self._engine.receive())
+                if not inbox.deltas:
+                    with self._lock:
+                        if not inbox.deltas:  # another thread may have taken it in
+                            self._check_open()
+                            if inbox.error is not None:
+                                raise inbox.error
+                            self._take_next()
+                    continue
                 delta = inbox.deltas.popleft()
                 num_open -= delta.finished
                 yield delta
         finally:
             if self._close.alive:
-                for request in requests:  # those that are open were interrupted: the next batch starts clean
-                    self._client.end(request.request_id, "abort")
+                with self._lock, uninterrupted():
+                    for request in requests:  # those that are open were interrupted: the next batch starts clean
+                        self._client.end(request.request_id, "abort")
 
     def _check_open(self) -> None:
+        if os.getpid() != self._made_by:
+            raise EngineDeadError(
+                f"this LLM belongs to process {self._made_by}, and a fork of it cannot use it: make an LLM in this "
+                "one, or start processes with multiprocessing's method spawn"
+            )
         if not self._close.alive:
             raise EngineDeadError("this LLM is closed: make a new one")
+
+
+class FairLock:
+    """A lock that whoever waits gets before the one that has just given it up."""
+
+    def __init__(self) -> None:
+        self._next, self._held = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._held.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._held.release()
 
 
 class _Inbox:
@@ -305,13 +365,34 @@ class _Inbox:
         self.error = error
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _as_batch(prompts: Prompts) -> list[Prompt]:
+    """One prompt or several as several. An array with one axis is a prompt."""
+    if isinstance(prompts, np.ndarray) and prompts.ndim > 1:
+        return list(prompts)
+    if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "UOT":
+        return [str(text) for text in prompts]
+    if isinstance(prompts, str | Mapping | np.ndarray):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise TypeError(f"prompts is a {type(prompts).__name__}: {PROMPT_FORMS}")
+    if prompts and isinstance(prompts[0], int | np.integer):
+        return [cast("Sequence[int]", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def _has_failed(output: RequestOutput) -> bool:
+    return any(sequence.finish_reason == "error" for sequence in output.outputs)
+
+
+def _close_in(pid: int, close: Callable[[], None]) -> None:
+    """Close, but not in a fork of the process that has opened it."""
+    if os.getpid() == pid:
+        close()
 
 
 def _per_prompt[T](name: str, given: T | Sequence[T], count: int) -> list[T]:
+    if isinstance(given, Mapping | str):
+        raise TypeError(f"{name} is a {type(given).__name__}: give an object of its class, such as SamplingParams()")
     if not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:

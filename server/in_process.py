@@ -108,7 +108,7 @@ async def loaded_app(engine: "AsyncEngine", config: ServerConfig) -> AsyncIterat
         _ = app.state.service.dialect  # raises for a parser that the model cannot have
         yield app
     finally:
-        await engine.shutdown()
+        await engine.close()
 
 
 class LocalReply:

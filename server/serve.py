@@ -153,7 +153,7 @@ async def run(engine: "AsyncEngine", listener: socket.socket, server_config: Ser
             for task in (serving, told, failing):
                 task.cancel()
             await asyncio.gather(serving, told, failing, return_exceptions=True)
-            await engine.shutdown()
+            await engine.close()
 
 
 async def run_engine(service: Service, url: str, uds: str | None) -> None:

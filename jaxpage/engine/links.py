@@ -36,6 +36,9 @@ class EngineLink(Protocol):
     def send(self, message: wire.ToEngine) -> None:
         """Hand it a message."""
 
+    def wait(self) -> None:
+        """Return when `receive` does not wait for another process; Ctrl-C does no harm meanwhile."""
+
     def receive(self) -> wire.FromEngine:
         """Wait for what it says next."""
 
@@ -75,6 +78,9 @@ class LocalEngine:
             case wire.Call():
                 self._said.append(self._core.answer(message))
 
+    def wait(self) -> None:
+        """There is nothing to wait for: the next thing is said by a step."""
+
     def receive(self) -> wire.FromEngine:
         """What it has said, or what a step gives; a step that fails is the engine's death."""
         if self._said:
@@ -108,11 +114,16 @@ class RemoteEngine:
         """Queue a message; the socket has no high-water mark."""
         self._process.requests.send_multipart(envelope(message))
 
+    def wait(self) -> None:
+        """Until a message has arrived, or the process has ended."""
+        while not self._process.outputs.poll(_POLL_MS) and self._process.death() is None:
+            pass
+
     def receive(self) -> wire.FromEngine:
         """The next message, or `Dead` if the process has ended without one."""
-        while not self._process.outputs.poll(_POLL_MS):
-            if (death := self._process.death()) is not None:
-                return wire.Dead(type(death).__name__, str(death))
+        self.wait()
+        if not self._process.outputs.poll(0) and (death := self._process.death()) is not None:
+            return wire.Dead(type(death).__name__, str(death))
         return wire.decode_from_engine(self._process.outputs.recv())
 
     def close(self) -> None:

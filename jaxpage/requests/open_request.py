@@ -4,10 +4,11 @@ In: a prompt and `SamplingParams`. Out: an `AddRequest` for the engine, and a `R
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from jaxpage import wire
 from jaxpage.errors import RequestError
@@ -25,7 +26,11 @@ from jaxpage.sampling_params import (
 )
 from jaxpage.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
+"""A text, token ids, or a mapping that has one of both as "prompt" or "prompt_token_ids"."""
+PROMPT_FORMS = (
+    'a prompt is a text, a list or NumPy array of token ids, {"prompt": text} or {"prompt_token_ids": token ids}'
+)
 """Text, or token ids."""
 _MAX_BAD_WORD_LENGTH = 64 * MAX_BAD_WORD_TOKENS
 """Characters of a bad word: what is longer has more tokens than it may."""
@@ -166,10 +171,11 @@ def open_request(
     """Check a request against the engine's limits. `seed` is used if the request has none.
 
     `max_tokens` beyond the room that the context leaves is lowered to it. Raises `RequestError` that names what is
-    wrong, the limit and the remedy.
+    wrong, the limit and the remedy, and `TypeError` for a prompt or parameters of another form.
     """
-    text = prompt if isinstance(prompt, str) else None
-    token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if not isinstance(params, SamplingParams | BeamSearchParams | PoolingParams):
+        raise TypeError(f"parameters are a {type(params).__name__}: give SamplingParams, or those of another task")
+    text, token_ids = read_prompt(prompt, tokenizer)
     if not token_ids:
         raise RequestError("the prompt has no tokens: give it at least one", "prompt")
     if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) >= 2**63:
@@ -228,6 +234,27 @@ def open_request(
         request_id, token_ids, params, seed, max_tokens, priority, cache_salt, beam, bad_words, kind
     )
     return OpenRequest(message, text, tokenizer, pooling)
+
+
+def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int]]:
+    """A prompt's text, where it has one, and its token ids. Raises `TypeError` for another form."""
+    if isinstance(prompt, Mapping):
+        if prompt.get("prompt_token_ids") is not None:
+            text, token_ids = prompt.get("prompt"), prompt["prompt_token_ids"]
+            return text if isinstance(text, str) else None, read_prompt(token_ids, tokenizer)[1]
+        if not isinstance(prompt.get("prompt"), str):
+            raise TypeError(f"a prompt has the keys {', '.join(map(repr, prompt))}: {PROMPT_FORMS}")
+        prompt = prompt["prompt"]
+    if isinstance(prompt, str):
+        return prompt, tokenizer.encode(prompt)
+    if isinstance(prompt, np.ndarray):
+        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+            raise TypeError(f"a prompt is an array of {prompt.dtype}, {list(prompt.shape)}: {PROMPT_FORMS}")
+        return None, prompt.tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise TypeError(f"a prompt is a {type(prompt).__name__}: {PROMPT_FORMS}")
+    given: list[Any] = list(prompt)  # some may be NumPy's own integers
+    return None, [int(token_id) if isinstance(token_id, np.integer) else token_id for token_id in given]
 
 
 def check_structure(structured: StructuredOutputsParams, tokenizer: Tokenizer, limits: wire.Ready) -> None:

@@ -108,7 +108,7 @@ class FakeEngine:
         while not self.is_dead:
             await asyncio.sleep(POLL_SECONDS)
 
-    async def shutdown(self) -> None:
+    async def close(self) -> None:
         self.is_shut_down = True
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

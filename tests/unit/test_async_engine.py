@@ -12,7 +12,17 @@ import pytest
 import tiny
 from frontends import LIMITS, TOKENIZER, opened
 
-from jaxpage import LLM, BeamSearchParams, EngineDeadError, RequestError, RequestOutput, SamplingParams, wire
+import jaxpage
+from jaxpage import (
+    LLM,
+    BeamSearchParams,
+    EngineDeadError,
+    GenerationError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    wire,
+)
 from jaxpage.async_engine import AsyncEngine, RequestStream
 from jaxpage.client import Client
 from jaxpage.config import EngineConfig
@@ -50,7 +60,7 @@ def engine(
     template.write_text("{{ tools | length }} {{ mood }} {{ messages[0].content }}")
     engine = run(started(tiny_options | {"chat_template": str(template)}))
     yield engine
-    run(engine.shutdown())
+    run(engine.close())
 
 
 async def started(options: dict[str, Any]) -> AsyncEngine:
@@ -105,11 +115,11 @@ def test_deltas_joined_are_the_output_whoever_reads_them_late(run: Run, engine: 
     (expected,) = llm.generate(PROMPT, params)
 
     async def read() -> list[RequestDelta]:
-        stream = engine.add_request(PROMPT, params)
-        deltas = [await anext(stream.deltas())]
+        found = engine.add_request(PROMPT, params).deltas()
+        deltas = [await anext(found)]
         while len((await engine.kv_cache_snapshot())["requests"]):
             pass
-        return deltas + [delta async for delta in stream.deltas()]
+        return deltas + [delta async for delta in found]
 
     deltas = run(read())
     assert len(deltas) < 12
@@ -222,7 +232,7 @@ def test_death_ends_requests_and_utilities_that_are_under_way(run: Run, llm: LLM
         results = await asyncio.gather(*waiting, return_exceptions=True)
         with pytest.raises(EngineDeadError):
             await engine.reset_prefix_cache()
-        await engine.shutdown()
+        await engine.close()
         return results
 
     results = run(killed())
@@ -246,8 +256,8 @@ def test_an_engine_that_cannot_be_understood_is_dead(said: bytes, caplog: pytest
 
     engine = asyncio.run(asyncio.wait_for(heard(), GUARD_SECONDS))
     assert engine.is_dead
-    assert "cannot be taken in" in caplog.text
-    with pytest.raises(EngineDeadError, match="cannot be taken in"):
+    assert "cannot process engine output" in caplog.text
+    with pytest.raises(EngineDeadError, match="cannot process engine output"):
         engine.add_request(PROMPT, sampled())
 
 
@@ -331,13 +341,15 @@ def test_a_request_that_makes_us_fail_ends_alone_offline_too(
     expected = [tokens_of(output)[0] for output in llm.generate([PROMPT] * 2, [bad, good])]
     take = OpenRequest.take
 
-    def poisoned(self: OpenRequest, output: Any) -> Any:
+    def poisoned(self: OpenRequest, output: Any, *version: int) -> Any:
         if self.message.seed == 7 and self.num_generated_tokens >= 2:
             raise ValueError("this text is more than we can bear")
-        return take(self, output)
+        return take(self, output, *version)
 
     monkeypatch.setattr(OpenRequest, "take", poisoned)
-    outputs = [output.outputs[0] for output in target.generate([PROMPT] * 2, [bad, good])]
+    with pytest.raises(GenerationError, match=r"1 of 2 requests failed, those of prompts 0 \(request \d+\)") as caught:
+        target.generate([PROMPT] * 2, [bad, good])
+    outputs = [output.outputs[0] for output in caught.value.outputs]
     assert [(output.token_ids, output.finish_reason) for output in outputs] == [
         (expected[0][:2], "error"),
         (expected[1], "length"),
@@ -445,7 +457,7 @@ def test_a_profile_that_cannot_be_written_ends_no_request(run: Run, llm: LLM, ti
                 await engine.profile(0.1, "/proc/nowhere")
             return await last_of(stream)
         finally:
-            await engine.shutdown()
+            await engine.close()
 
     assert [len(tokens) for tokens in tokens_of(run(profiled()))] == [30]
 
@@ -458,10 +470,10 @@ def test_a25_a_request_that_makes_us_fail_ends_alone(
     (expected,) = llm.generate(PROMPT, sampled(20, seed=8))
     take = OpenRequest.take
 
-    def poisoned(self: OpenRequest, output: Any) -> Any:
+    def poisoned(self: OpenRequest, output: Any, *version: int) -> Any:
         if self.request_id.startswith("poisoned") and self.num_generated_tokens >= num_before:
             raise ValueError("this text is more than we can bear")
-        return take(self, output)
+        return take(self, output, *version)
 
     monkeypatch.setattr(OpenRequest, "take", poisoned)
 
@@ -486,7 +498,7 @@ def test_the_metrics_tell_what_was_served(run: Run, tiny_options: dict[str, Any]
             assert all(output.metrics.queue_time is not None for output in outputs)
             return engine.metrics.render().decode()
         finally:
-            await engine.shutdown()
+            await engine.close()
 
     lines = dict(line.rsplit(" ", 1) for line in run(served()).splitlines() if not line.startswith("#"))
     name = f'{{model_name="{tiny_options["model"]}"}}'
@@ -497,3 +509,34 @@ def test_the_metrics_tell_what_was_served(run: Run, tiny_options: dict[str, Any]
     assert float(lines[f"jaxpage:prefix_cache_hits_total{name}"]) > 0
     assert float(lines[f"jaxpage:num_recompiles_total{name}"]) == 0
     assert float(lines[f"jaxpage:dispatch_seconds_total{name}"]) > 0
+
+
+def test_whoever_leaves_a_loop_or_is_cancelled_in_it_ends_the_request(run: Run, engine: AsyncEngine) -> None:
+    async def leave() -> None:
+        async for _ in engine.add_request(PROMPT, sampled(90)):
+            return
+
+    async def leave_and_look() -> list[Any]:
+        await leave()
+        reading = asyncio.create_task(last_of(engine.add_request(PROMPT, sampled(90))))
+        waiting = asyncio.create_task(anext(engine.add_request(PROMPT, sampled(90))))
+        while (await engine.kv_cache_snapshot())["requests"] == []:
+            await asyncio.sleep(0)
+        for task in (reading, waiting):
+            task.cancel()
+        await asyncio.gather(reading, waiting, return_exceptions=True)
+        await asyncio.sleep(0)  # the loop that was left is finalized by the event loop
+        return [(await engine.kv_cache_snapshot())["requests"], engine._client.open_ids]
+
+    assert run(leave_and_look()) == [[], set()]
+
+
+def test_an_engine_is_ready_within_its_context_and_gone_behind_it(run: Run, tiny_options: dict[str, Any]) -> None:
+    async def use() -> tuple[RequestOutput, AsyncEngine]:
+        async with jaxpage.AsyncEngine(EngineConfig(**tiny_options)) as engine:
+            return await last_of(engine.add_request(PROMPT, sampled(4))), engine
+
+    output, engine = run(use())
+    assert len(output.outputs[0].token_ids) == 4
+    with pytest.raises(EngineDeadError, match="the engine was closed"):
+        engine.add_request(PROMPT, sampled())
