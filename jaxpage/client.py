@@ -10,11 +10,10 @@ calls with `EngineDeadError`.
 
 import itertools
 import logging
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxpage import wire
+from jaxpage import clock, wire
 from jaxpage.errors import ConfigError, EngineDeadError, JaxpageError, ModelLoadError, RequestError
 from jaxpage.outputs import RequestDelta
 from jaxpage.requests.open_request import OpenRequest
@@ -157,7 +156,7 @@ class Client:
             if (found := self._by_sequence.get(sequence_id)) is not None:
                 found[0].start(seconds)
         stopped = []
-        now = time.time()
+        now = clock.now()
         for output in message.outputs:
             if (found := self._by_sequence.get(output.sequence_id)) is None:
                 continue  # aborted meanwhile

@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from jaxpage.client import Client
 from jaxpage.config import EngineConfig
+from jaxpage.engine.interrupts import uninterrupted
 from jaxpage.engine.links import EngineLink, LocalEngine, RemoteEngine
 from jaxpage.errors import ConfigError, EngineDeadError, GenerationError, JaxpageError, RequestError
-from jaxpage.interrupts import uninterrupted
 from jaxpage.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestDelta, RequestOutput
 from jaxpage.requests.accumulate import Accumulator
 from jaxpage.requests.open_request import PROMPT_FORMS, OpenRequest, Prompt, open_request

@@ -132,7 +132,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
     step_tokens: list[int] = []
     """Tokens of each step dispatched since the last message."""
     started: list[tuple[str, float]] = []
-    """Sequences that got a row since then, and when: seconds since the Unix epoch."""
+    """Sequences that got a row since then, and when, as `clock.monotonic` counts seconds."""
     weight_version: int = 0
     """Of the weights that gave them."""
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxpage.clock import monotonic
 from jaxpage.requests.request import RequestStatus
 from jaxpage.scheduler.scheduler import Scheduler
 from jaxpage.scheduler.step_plan import PromptPiece, SchedulerOutput
@@ -74,7 +75,7 @@ class Loop(ABC):
         self.step_tokens: list[int] = []
         """Tokens of each step dispatched; whoever reports them empties it. So with the next one."""
         self.started: list[tuple[str, float]] = []
-        """Requests that got a row, and when: seconds since the Unix epoch."""
+        """Requests that got a row, and when, as `clock.monotonic` counts seconds."""
         self._in_flight: deque[tuple[SchedulerOutput, Any]] = deque()
 
     @abstractmethod
@@ -99,7 +100,7 @@ class Loop(ABC):
         self.num_steps += 1
         self.step_tokens.append(output.num_tokens)
         if output.admitted:
-            now = time.time()
+            now = monotonic()
             self.started += [(admitted.request.request_id, now) for admitted in output.admitted]
         self._in_flight.append((output, self._timed("dispatch", self.device.dispatch, output)))
 

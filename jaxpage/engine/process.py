@@ -20,17 +20,19 @@ import zmq
 from jaxpage import wire
 from jaxpage.config import EngineConfig
 from jaxpage.engine.gpu_memory import share_for_engine
-from jaxpage.errors import EngineDeadError
+from jaxpage.errors import ConfigError, EngineDeadError
 
 IDENTITY = b"engine"
 _SHUTDOWN_SECONDS = 5.0
+_MAX_FOLDER_BYTES = 80
+"""The address of a Unix socket has at most 107 bytes; those of ours lie in a folder in this one."""
 
 
 class EngineProcess:
     """A running engine process and the two sockets to it. Made with either kind of ZMQ context."""
 
     def __init__(self, config: EngineConfig, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="jaxpage-"))  # mode 0700
+        self._folder = _socket_folder()
         requests, outputs = f"ipc://{self._folder}/requests", f"ipc://{self._folder}/outputs"
         self.requests = context.socket(zmq.ROUTER)
         self.outputs = context.socket(zmq.PULL)
@@ -56,7 +58,7 @@ class EngineProcess:
         code = self.exit_code()
         if code is None:
             return None
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}"
         return EngineDeadError(f"the engine process ended unexpectedly ({how}): see its log above, and start it again")
 
     def stop(self) -> None:
@@ -72,6 +74,29 @@ class EngineProcess:
         for socket in (self.requests, self.outputs):
             socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _signal_name(number: int) -> str:
+    """Real-time signals have no names."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _socket_folder() -> Path:
+    """A folder that only the user can open, whose name is short enough for sockets in it.
+
+    Raises `ConfigError` where neither the temporary folder nor /tmp is.
+    """
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        if len(os.fsencode(parent)) <= _MAX_FOLDER_BYTES:
+            with contextlib.suppress(OSError):
+                return Path(tempfile.mkdtemp(prefix="jaxpage-", dir=parent))  # mode 0700
+    raise ConfigError(
+        f"the temporary folder {tempfile.gettempdir()} cannot be written, or its name has more than "
+        f"{_MAX_FOLDER_BYTES} bytes, too many for a socket in it, and neither will /tmp do: set TMPDIR"
+    )
 
 
 def _environment() -> dict[str, str]:

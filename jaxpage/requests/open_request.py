@@ -3,14 +3,13 @@
 In: a prompt and `SamplingParams`. Out: an `AddRequest` for the engine, and a `RequestDelta` for each of its outputs.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from jaxpage import wire
+from jaxpage import clock, wire
 from jaxpage.errors import RequestError
 from jaxpage.outputs import Logprob, RequestDelta, RequestMetrics, SequenceDelta
 from jaxpage.requests.detokenize import SequenceText, embedding_of, logprobs_at
@@ -65,7 +64,7 @@ class OpenRequest:
         self._sequences = [SequenceText(index, message, tokenizer) for index in range(num_sequences)]
         self._by_id = dict(zip(self.sequence_ids, self._sequences, strict=True))
         self._num_cached_tokens = 0
-        self._arrival_time = time.time()
+        self._arrival_time = clock.now()
         self._scheduled_time: float | None = None
         self._first_token_time: float | None = None
         self._finished_time: float | None = None
@@ -111,15 +110,15 @@ class OpenRequest:
         )
 
     def start(self, seconds: float) -> None:
-        """Its first step was sent to the device, so many seconds since the Unix epoch; later ones do not count."""
-        self._scheduled_time = self._scheduled_time or seconds
+        """Record when its first step was sent to the device, as `clock.monotonic` gave it."""
+        self._scheduled_time = self._scheduled_time or clock.at(seconds)
 
     def take(self, output: wire.SequenceOutput, weight_version: int = 0) -> tuple[RequestDelta, bool]:
         """Take in new tokens. Returns what is new, and whether the engine must be told to stop the sequence.
 
         A stop string ends a sequence here, where text is known; the engine goes on until it is told.
         """
-        self._first_token_time = self._first_token_time or time.time()
+        self._first_token_time = self._first_token_time or clock.now()
         of_prompt = None
         if output.sequence_id == self.request_id:  # what the other sequences share with this one is no hit
             self._num_cached_tokens = self._num_cached_tokens or output.num_cached_tokens
@@ -149,7 +148,7 @@ class OpenRequest:
     ) -> RequestDelta:
         finished = self.finished
         if finished and self._finished_time is None:
-            self._finished_time = time.time()
+            self._finished_time = clock.now()
         return RequestDelta(self.request_id, outputs, finished, self._num_cached_tokens, prompt_logprobs)
 
     def _logprobs_in_prompt(self, found: list[wire.TokenLogprobs]) -> Iterator[dict[int, Logprob]]:

@@ -1,6 +1,7 @@
 """The devices of an engine: a mesh of one axis, over which heads, MLPs and vocabulary are divided."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -68,8 +69,53 @@ def send_back[T](arrays: T) -> T:
 
 
 def available_host_memory() -> int:
-    """Bytes that new processes could use without swapping (Linux). Raises `ConfigError` where nothing tells."""
+    """Bytes that this process could use without swapping (Linux), within what its container may use.
+
+    Raises `ConfigError` where nothing tells.
+    """
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+            return min([int(line.split()[1]) * 1024, *container_room()])
     raise ConfigError("/proc/meminfo does not say MemAvailable: set --num-blocks")
+
+
+def container_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """Bytes that each control group around this process may still use, where it has a limit.
+
+    What a group has read from files counts as used, and can be given back.
+    https://docs.kernel.org/admin-guide/cgroup-v2.html#memory
+    """
+    for line in _lines(own):
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        version = _MEMORY_FILES[controllers == ""]
+        mount = root / controllers
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(mount):
+                break
+            limit, used = (_number(folder / name) for name in version[:2])
+            if limit is not None and used is not None:
+                entries = (line.split() for line in _lines(folder / "memory.stat"))
+                cached = next((int(size) for name, size in entries if name == version[2]), 0)
+                yield max(limit - used + cached, 0)
+
+
+_MEMORY_FILES = (
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("memory.max", "memory.current", "inactive_file"),
+)
+"""Limit, use, and the entry of memory.stat that can be given back; of control groups v1 and v2."""
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number(file: Path) -> int | None:
+    found = _lines(file)
+    return int(found[0]) if found and found[0].isdigit() else None

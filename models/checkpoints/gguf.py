@@ -4,6 +4,7 @@ In: a file as llama.cpp's converters write it (architectures llama, qwen2, qwen3
 is read from the memory-mapped file before it is asked for.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from jaxpage.errors import ModelLoadError
 from jaxpage.models.checkpoints.checkpoint import Index
 from jaxpage.models.checkpoints.gguf_config import config_from_gguf, generation_config_from_gguf
 from jaxpage.models.checkpoints.gguf_metadata import GgufTensor, read_gguf_header
+from jaxpage.models.checkpoints.packaged import gguf_parts
 
 _FLOATS = {0: np.dtype(np.float32), 1: np.dtype(np.float16), 30: np.dtype(ml_dtypes.bfloat16)}
 _QUANTIZED = {
@@ -59,7 +61,10 @@ _CHUNK = 1 << 18
 
 
 class GgufCheckpoint:
-    """`Checkpoint` over one GGUF file. Raises `ModelLoadError` when it is cut short or of an unknown kind."""
+    """`Checkpoint` over a GGUF file or, by the first of them, its parts.
+
+    Raises `ModelLoadError` when one is missing, cut short or of an unknown kind.
+    """
 
     def __init__(self, path: Path) -> None:
         header = read_gguf_header(path)
@@ -67,13 +72,20 @@ class GgufCheckpoint:
         self.config = config_from_gguf(header)
         self.generation_config = generation_config_from_gguf(header.metadata)
         self._architecture = header.metadata["general.architecture"]
-        self._data = np.memmap(path, dtype=np.uint8, mode="r")
+        self._parts = gguf_parts(path)
+        if (count := header.metadata.get("split.count", 1)) != len(self._parts):
+            raise ModelLoadError(f"{path} is one of {count} parts: give all of them the names that llama.cpp gives")
+        self._data = [np.memmap(part, dtype=np.uint8, mode="r") for part in self._parts]
+        stored = dict(header.tensors)
+        for number, part in enumerate(self._parts[1:], 1):
+            others = read_gguf_header(part).tensors
+            stored |= {name: dataclasses.replace(tensor, part=number) for name, tensor in others.items()}
         self._tensors = {}
-        for gguf_name, tensor in header.tensors.items():
+        for gguf_name, tensor in stored.items():
             self._check_extent(gguf_name, tensor)
             if gguf_name != _ROPE_FREQS:
                 self._tensors[self._hf_name(gguf_name)] = tensor
-        if freqs := header.tensors.get(_ROPE_FREQS):
+        if freqs := stored.get(_ROPE_FREQS):
             if "rope_scaling" in self.config:
                 raise ModelLoadError(f"{path} has both {_ROPE_FREQS} and rope.scaling.type: one or the other is served")
             # Divisors of the frequencies at every length: LongRoPE whose two tables are the same.
@@ -114,7 +126,7 @@ class GgufCheckpoint:
                 f"tensor {name} in {self.path} has the type {_type_name(tensor.ggml_type)}, served are: "
                 f"F32, F16, BF16, {', '.join(kind for kind, _, _ in _QUANTIZED.values())}"
             )
-        stored = self._data[tensor.offset : tensor.offset + _num_bytes(tensor)].view(np.ndarray)
+        stored = self._data[tensor.part][tensor.offset : tensor.offset + _num_bytes(tensor)].view(np.ndarray)
         if tensor.ggml_type in _FLOATS:
             values = stored.view(_FLOATS[tensor.ggml_type]).reshape(tensor.shape)
             return self._rows(name, values, index)
@@ -156,9 +168,9 @@ class GgufCheckpoint:
         if tensor.ggml_type in _QUANTIZED and (not tensor.shape or tensor.shape[-1] % _QUANTIZED[tensor.ggml_type][1]):
             raise ModelLoadError(f"tensor {gguf_name} in {self.path} has rows of no whole blocks: {tensor.shape}")
         end = tensor.offset + _num_bytes(tensor)
-        if end > self._data.size:
+        if end > (size := self._data[tensor.part].size):
             raise ModelLoadError(
-                f"{self.path} is cut short: tensor {gguf_name} ends at byte {end}, the file at {self._data.size}"
+                f"{self._parts[tensor.part]} is cut short: tensor {gguf_name} ends at byte {end}, the file at {size}"
             )
 
 

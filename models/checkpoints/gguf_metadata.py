@@ -28,6 +28,8 @@ class GgufTensor:
     ggml_type: int
     offset: int
     """Bytes from the start of the file."""
+    part: int = 0
+    """Which file, where there are several."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,24 @@
 In: what the user gave as `model`. Out: a GGUF file or a Hugging Face directory.
 """
 
+import atexit
+import functools
 import hashlib
 import importlib.util
+import logging
 import os
+import re
+import shutil
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxpage.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+_GGUF_PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,21 @@ def cache_dir() -> Path:
     """The user's cache folder: `$JAXPAGE_CACHE`, else `$XDG_CACHE_HOME/jaxpage`, else `~/.cache/jaxpage`."""
     if explicit := os.environ.get("JAXPAGE_CACHE"):
         return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpage"
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "jaxpage"
+    try:
+        return Path.home() / ".cache" / "jaxpage"
+    except RuntimeError:  # neither $HOME nor an account
+        return _passing_cache()
+
+
+@functools.cache
+def _passing_cache() -> Path:
+    """A folder that goes with this process."""
+    folder = tempfile.mkdtemp(prefix="jaxpage-cache-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    logger.warning("there is no home folder: programs are compiled anew at each start; set JAXPAGE_CACHE to a folder")
+    return Path(folder)
 
 
 def resolve_model(model: str) -> Path:
@@ -60,17 +83,42 @@ def resolve_model(model: str) -> Path:
         return packaged_model_path(model)
     path = Path(model)
     if path.is_file() and path.suffix == ".gguf":
-        return path
+        return gguf_parts(path)[0]
     if (path / "config.json").is_file():
         return path
     found = sorted(path.glob("*.gguf")) if path.is_dir() else []
-    if len(found) == 1:
-        return found[0]
+    if found and len({_whole_name(file) for file in found}) == 1:
+        return gguf_parts(found[0])[0]
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model) and not path.exists():
+        raise ModelLoadError(
+            f"there is no folder {model!r}; if it is a model's name on the Hugging Face Hub, fetch it first: "
+            f"`pip install huggingface_hub`, `hf download {model} --local-dir {path.name}`, then serve {path.name}"
+        )
     several = f"; the directory holds {len(found)} .gguf files: name one" if found else ""
     raise ModelLoadError(
         f"model {model!r} is neither a packaged model ({', '.join(PACKAGED_NAMES)}), nor a directory with config.json "
         f"or exactly one .gguf file, nor a .gguf file{several}"
     )
+
+
+def gguf_parts(file: Path) -> list[Path]:
+    """All parts of a GGUF file that lies in several, by the name of one of them; any other file by itself.
+
+    Raises `ModelLoadError` naming those that are not there.
+    """
+    match = _GGUF_PART.fullmatch(file.name)
+    if match is None:
+        return [file]
+    count = int(match["count"])
+    parts = [file.with_name(f"{match['name']}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise ModelLoadError(f"{file} is one of {count} parts, and beside it there is no {', '.join(missing)}")
+    return parts
+
+
+def _whole_name(file: Path) -> str:
+    match = _GGUF_PART.fullmatch(file.name)
+    return file.name if match is None else match["name"]
 
 
 def packaged_model_path(name: str) -> Path:

@@ -18,6 +18,7 @@ from jaxpage.errors import ModelLoadError
 from jaxpage.models.checkpoints.checkpoint import Index
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_BODY_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
 _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -55,14 +56,15 @@ class SafetensorsCheckpoint:
             raise ModelLoadError(f"{path} has neither {_SINGLE} nor {_INDEX}: only safetensors weights are read")
         tables = {shard: _read_table(shard) for shard in sorted(set(self._shard_of.values()))}
         self._data = {shard: np.memmap(shard, dtype=np.uint8, mode="r") for shard in tables}
-        self._tensors = {}
         for name, shard in self._shard_of.items():
             if name not in tables[shard]:
                 raise ModelLoadError(f"{shard} lacks the tensor {name} that {_INDEX} places there")
-            self._tensors[name] = tables[shard][name]
+        plain = plain_names(self._shard_of)
+        self._tensors = {plain[name]: tables[shard][name] for name, shard in self._shard_of.items()}
+        self._shard_of = {plain[name]: shard for name, shard in self._shard_of.items()}
 
     def names(self) -> Iterable[str]:
-        """Names of all tensors."""
+        """Names of all tensors; see `plain_names`."""
         return self._tensors.keys()
 
     def read(self, name: str, shape: tuple[int, ...], index: Index = ()) -> np.ndarray:
@@ -83,6 +85,25 @@ class SafetensorsCheckpoint:
         stored = self._data[shard][tensor.start : tensor.stop].view(np.ndarray)
         values: np.ndarray = stored.view(_DTYPES[tensor.dtype]).reshape(shape)[index]
         return values
+
+
+def plain_names(stored: Iterable[str]) -> dict[str, str]:
+    """Stored names to those of a causal language model, `model.layers...` and `lm_head...`.
+
+    transformers leaves out "model." where it saves a model without its head, as embedding models are, and puts the
+    text part of a model that also sees under "language_model.", before or behind "model.".
+    """
+    names = set(stored)
+    body = next((prefix for prefix in _BODY_PREFIXES if f"{prefix}embed_tokens.weight" in names), "model.")
+
+    def plain(name: str) -> str:
+        if name.startswith("language_model.lm_head."):
+            return name.removeprefix("language_model.")
+        if name.startswith(body) and not name.startswith("lm_head."):
+            return "model." + name.removeprefix(body)
+        return name
+
+    return {name: plain(name) for name in names}
 
 
 def _read_json(file: Path) -> dict[str, Any]:

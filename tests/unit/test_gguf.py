@@ -22,10 +22,10 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 4, 2, 8, 6
 Tensors = Mapping[str, np.ndarray | tuple[np.ndarray, Kind]]
 
 
-def write(path: Path, arch: str = "llama", tensors: Tensors | None = None, **metadata: Any) -> Path:
-    """A GGUF file. A tensor is an array, or raw bytes `[rows, bytes]` and their type. Keys are `{arch}.{key}` unless
+def write(path: Path, arch: str = "llama", tensors: Tensors | None = None, per_part: int = 0, **metadata: Any) -> Path:
+    """A GGUF file, or several of so many tensors each. A tensor is an array, or raw bytes `[rows, bytes]` and their type. Keys are `{arch}.{key}` unless
     they hold a "tokenizer__" prefix; "__" stands for a dot."""
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=per_part)
     keys = {
         "embedding_length": HIDDEN,
         "block_count": 1,
@@ -354,3 +354,31 @@ def test_packaged_smollm2_reads_as_gguf_py_reads_it() -> None:
     assert float(np.abs(embedding).mean(dtype=np.float64)) == pytest.approx(0.09897562732717065, rel=1e-6)
     query = checkpoint.read("model.layers.29.self_attn.q_proj.weight", (576, 576))
     assert float(np.abs(query).mean(dtype=np.float64)) == pytest.approx(0.11194781900418026, rel=1e-6)
+
+
+def test_all_parts_of_a_file_are_read_by_the_name_of_any(tmp_path: Path) -> None:
+    tensors = {
+        f"blk.0.ffn_{name}.weight": rng().normal(size=(32, HIDDEN)).astype(np.float32) for name in ("gate", "up")
+    }
+    write(tmp_path / "m.gguf", tensors=tensors, per_part=1)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert [part.name for part in parts] == [f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    for given in (tmp_path, *parts):
+        checkpoint = open_checkpoint(str(given))
+        for name in ("gate", "up"):
+            values = checkpoint.read(f"model.layers.0.mlp.{name}_proj.weight", (32, HIDDEN))
+            assert np.array_equal(values, tensors[f"blk.0.ffn_{name}.weight"])
+    (tmp_path / "other.gguf").write_bytes(b"")
+    with pytest.raises(ModelLoadError, match="holds 4 .gguf files: name one"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_a_part_alone_names_those_that_are_missing(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", tensors={"output_norm.weight": np.ones(HIDDEN, np.float32)}, per_part=1)
+    first, second = sorted(tmp_path.glob("*.gguf"))
+    second.rename(tmp_path / "renamed.gguf")
+    with pytest.raises(ModelLoadError, match=r"is one of 2 parts, and beside it there is no m-00002-of-00002\.gguf"):
+        open_checkpoint(str(first))
+    first.rename(tmp_path / "first.gguf")
+    with pytest.raises(ModelLoadError, match=r"first\.gguf is one of 2 parts: give all of them the names"):
+        open_checkpoint(str(tmp_path / "first.gguf"))

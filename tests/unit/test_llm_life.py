@@ -4,10 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from jaxpage.engine import process
+from jaxpage.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 GUARD_SECONDS = 300
@@ -79,3 +83,21 @@ def test_d08_an_llm_works_wherever_it_is_made_and_leaves_with_its_maker(
     assert len(results) == SCRIPTS[name].count('"first"') + SCRIPTS[name].count('"second"')
     assert len(set(results)) == 1
     assert list(tmp_path.glob("jaxpage-*")) == [], "the folder of the sockets is gone, too"
+
+
+def test_a_temporary_folder_with_a_long_name_is_no_hindrance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    folder = process._socket_folder()
+    assert len(str(folder / "requests")) < 100
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: (_ for _ in ()).throw(PermissionError()))
+    with pytest.raises(ConfigError, match="set TMPDIR"):
+        process._socket_folder()
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (34, "SIGRTMIN"), (40, "signal 40")])
+def test_signals_are_named_also_those_without_a_name(number: int, name: str) -> None:
+    assert process._signal_name(number) == name

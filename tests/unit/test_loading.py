@@ -191,3 +191,50 @@ def test_wrong_checksum_leaves_nothing_behind(model_in_parts: Path, tmp_path: Pa
     with pytest.raises(ModelLoadError, match="sha256"):
         packaged.resolve_model("in-parts")
     assert list(model_in_parts.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "head"),
+    [
+        ("model.", "lm_head."),
+        ("", "lm_head."),
+        ("language_model.model.", "language_model.lm_head."),
+        ("model.language_model.", "lm_head."),
+        ("language_model.", "lm_head."),
+    ],
+)
+def test_names_that_transformers_shortens_or_lengthens_are_found(tmp_path: Path, body: str, head: str) -> None:
+    values = {name: np.full((2, 3), index, np.float32) for index, name in enumerate("abcd")}
+    stored = {
+        f"{body}embed_tokens.weight": values["a"],
+        f"{body}layers.0.mlp.up_proj.weight": values["b"],
+        f"{head}weight": values["c"],
+        "vision_tower.x": values["d"],
+    }
+    (tmp_path / "config.json").write_text("{}")
+    save_file(stored, tmp_path / "model.safetensors")
+    checkpoint = SafetensorsCheckpoint(tmp_path)
+    names = {"model.embed_tokens.weight": "a", "model.layers.0.mlp.up_proj.weight": "b", "lm_head.weight": "c"}
+    for name, value in names.items():
+        assert np.array_equal(checkpoint.read(name, (2, 3)), values[value])
+    assert names.keys() <= set(checkpoint.names())
+
+
+def test_a_name_of_the_hub_says_how_to_fetch_it() -> None:
+    with pytest.raises(ModelLoadError, match="hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B"):
+        open_checkpoint("meta-llama/Llama-3.1-8B")
+
+
+def test_without_a_home_there_is_a_cache_that_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("JAXPAGE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    folder = packaged.cache_dir()
+    assert folder.is_dir()
+    assert packaged.cache_dir() == folder
+    assert "there is no home folder: programs are compiled anew at each start" in caplog.text

@@ -16,7 +16,7 @@ from jaxpage.engine.gpu_memory import POOL_SHARE, share_for_engine, share_of_jax
 from jaxpage.errors import ConfigError
 from jaxpage.kv_cache.spec import block_bytes, plan_layout
 from jaxpage.ops.state_spec import KVSpec
-from jaxpage.runner.devices import make_mesh
+from jaxpage.runner.devices import available_host_memory, container_room, make_mesh
 from jaxpage.runner.engine_plan import plan_engine
 from jaxpage.runner.model import model_to_compile
 from jaxpage.runner.resolve import Memory, max_blocks, resolve_num_blocks, resolve_sizes
@@ -160,3 +160,34 @@ def test_processes_agree_on_the_least_memory_beyond_32_bits() -> None:
     assert [out.splitlines()[-1:] for out, _ in found] == [[str(130 * GIB)]] * 2, [
         errors[-2000:] for _, errors in found
     ]
+
+
+def groups(tmp_path: Path, own: str, files: dict[str, dict[str, str]]) -> list[int]:
+    (tmp_path / "own").write_text(own)
+    for folder, entries in files.items():
+        (tmp_path / "root" / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in entries.items():
+            (tmp_path / "root" / folder / name).write_text(text)
+    return list(container_room(tmp_path / "root", tmp_path / "own"))
+
+
+def test_a_containers_limit_counts_without_what_was_read_from_files(tmp_path: Path) -> None:
+    stat = "anon 5\ninactive_file 300\nactive_file 7\n"
+    files = {
+        "a": {"memory.max": "2000\n", "memory.current": "1500\n", "memory.stat": stat},
+        "a/b": {"memory.max": "max\n", "memory.current": "900\n", "memory.stat": stat},
+        "a/b/c": {"memory.max": "800\n", "memory.current": "1200\n", "memory.stat": stat},
+    }
+    assert groups(tmp_path, "0::/a/b/c\n", files) == [0, 800]
+
+
+def test_control_groups_of_the_first_version_count_too_also_by_a_path_from_outside(tmp_path: Path) -> None:
+    stat = "inactive_file 1\ntotal_inactive_file 50\n"
+    files = {"memory": {"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "400", "memory.stat": stat}}
+    own = "5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n"
+    assert groups(tmp_path, own, files) == [650]
+
+
+def test_without_control_groups_the_machine_counts(tmp_path: Path) -> None:
+    assert list(container_room(tmp_path / "none", tmp_path / "neither")) == []
+    assert available_host_memory() > 0
