@@ -23,8 +23,8 @@ Tensors = Mapping[str, np.ndarray | tuple[np.ndarray, Kind]]
 
 
 def write(path: Path, arch: str = "llama", tensors: Tensors | None = None, per_part: int = 0, **metadata: Any) -> Path:
-    """A GGUF file, or several of so many tensors each. A tensor is an array, or raw bytes `[rows, bytes]` and their type. Keys are `{arch}.{key}` unless
-    they hold a "tokenizer__" prefix; "__" stands for a dot."""
+    """A GGUF file, or several of `per_part` tensors each. A tensor is an array, or raw bytes `[rows, bytes]` and their
+    type. Keys are `{arch}.{key}` unless they hold a "tokenizer__" prefix; "__" stands for a dot."""
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=per_part)
     keys = {
         "embedding_length": HIDDEN,
@@ -369,7 +369,7 @@ def test_all_parts_of_a_file_are_read_by_the_name_of_any(tmp_path: Path) -> None
             values = checkpoint.read(f"model.layers.0.mlp.{name}_proj.weight", (32, HIDDEN))
             assert np.array_equal(values, tensors[f"blk.0.ffn_{name}.weight"])
     (tmp_path / "other.gguf").write_bytes(b"")
-    with pytest.raises(ModelLoadError, match="holds 4 .gguf files: name one"):
+    with pytest.raises(ModelLoadError, match=r"holds 4 \.gguf files: name one"):
         open_checkpoint(str(tmp_path))
 
 

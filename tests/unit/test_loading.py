@@ -221,7 +221,7 @@ def test_names_that_transformers_shortens_or_lengthens_are_found(tmp_path: Path,
 
 
 def test_a_name_of_the_hub_says_how_to_fetch_it() -> None:
-    with pytest.raises(ModelLoadError, match="hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B"):
+    with pytest.raises(ModelLoadError, match=r"hf download meta-llama/Llama-3\.1-8B --local-dir Llama-3\.1-8B"):
         open_checkpoint("meta-llama/Llama-3.1-8B")
 
 
