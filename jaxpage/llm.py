@@ -58,10 +58,15 @@ class LLM:
         self.config = EngineConfig(model=name, **options)
         if given is not None and self.config.tokenizer is None:
             raise ConfigError(f"model {name!r} is your own, which says nothing of a tokenizer: give tokenizer=...")
-        self.tokenizer = load_tokenizer(self.config.tokenizer_source, self.config.chat_template)
+        source = self.config.tokenizer_source
         self._engine: EngineLink = RemoteEngine(self.config) if multiprocess else LocalEngine(self.config, given)
         self._made_by = os.getpid()
         self._close = weakref.finalize(self, _close_in, self._made_by, self._engine.close)
+        try:  # an engine's own process loads meanwhile
+            self.tokenizer = load_tokenizer(source, self.config.chat_template)
+        except BaseException:
+            self.close()
+            raise
         self._seeds = random.Random(self.config.seed)
         self._request_ids = itertools.count(1)
         self._client = Client(self._engine.send)

@@ -7,7 +7,8 @@ Templates come with the model and are written for transformers, so the Jinja env
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
@@ -20,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jaxpage.errors import RequestError
 from jaxpage.text.tool_prompt import spell_out
 
+_SURROGATES = re.compile("[\ud800-\udfff]")
 RESERVED_VARIABLES = frozenset(
     {"self", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
 )
@@ -55,8 +57,9 @@ class ChatTemplates:
     ) -> str:
         """The prompt. `variables`: named tokens, `add_generation_prompt` and what the request adds.
 
-        Arguments of earlier calls become objects, as templates expect them; text that is no JSON object stays as it is.
-        Raises `RequestError` (`param="messages"`) when there is no template, or it refuses the messages.
+        Arguments of earlier calls are given as the template takes them: what a model once wrote, be it cut off, never
+        ends a conversation. A developer speaks as the system to templates that know no developers. Raises
+        `RequestError` (`param="messages"`) when there is no template, or it refuses the messages.
         """
         if not messages:
             raise RequestError("messages is empty: a chat needs at least one", param="messages")
@@ -68,13 +71,34 @@ class ChatTemplates:
                 param="messages",
             )
         try:
-            if not self.takes_tools:
-                plain, tools = spell_out(plain, tools), None
             template = _compile(source)
-            text: str = template.render({**variables, "messages": plain, "tools": tools or None, "documents": None})
-        except Exception as error:  # foreign code: whatever it raises is its answer to these messages
-            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-        return text
+        except jinja2.TemplateError as error:
+            raise RequestError(f"the model's chat template does not compile: {error}", param="messages") from error
+        if "developer" not in source:
+            plain = [it | {"role": "system"} if it["role"] == "developer" else it for it in plain]
+        takes_tools, refusal = self.takes_tools, None
+        for form in _ARGUMENT_FORMS if any("tool_calls" in message for message in plain) else _ARGUMENT_FORMS[:1]:
+            try:
+                formed = [_with_arguments(message, form) for message in plain]
+                given = (formed, tools or None) if takes_tools else (spell_out(formed, tools), None)
+                named = dict(zip(("messages", "tools"), given, strict=True))
+                text: str = template.render({**variables, **named, "documents": None})
+            except Exception as error:  # foreign code: whatever it raises is its answer to these messages
+                refusal = refusal or error
+            else:
+                return text
+        raise RequestError(f"the chat template refuses these messages: {refusal}", param="messages") from refusal
+
+    def faults(self) -> dict[str, str]:
+        """Of the templates that do not compile, by name, why."""
+        found = {}
+        for name, source in self._sources.items():
+            try:
+                _compile(source)
+            except jinja2.TemplateError as error:
+                line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+                found[name] = f"{error}{line}"
+        return found
 
 
 def check_variables(variables: Mapping[str, Any]) -> None:
@@ -129,11 +153,47 @@ def _plain_call(call: Any, where: str) -> dict[str, Any]:
             parsed = json.loads(arguments)
         except (ValueError, RecursionError):  # the model has written it: the conversation goes on
             parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
+        arguments = _without_surrogates(parsed if isinstance(parsed, dict) else arguments)
     elif not isinstance(arguments, Mapping):
         raise RequestError(f"{where}.function.arguments is neither text nor an object", param="messages")
     given = {key: value for key, value in call.items() if value is not None}
     return {**given, "function": {**function, "arguments": arguments}}
+
+
+def _object_or_text(arguments: Any) -> Any:
+    return arguments
+
+
+def _object(arguments: Any) -> Any:
+    return {"arguments": arguments} if isinstance(arguments, str) else arguments
+
+
+def _text(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else _to_json(arguments)
+
+
+_ARGUMENT_FORMS = (_object_or_text, _object, _text)
+"""How templates take the arguments of a call: most as an object, and text that is none as it is; some go through an
+object's entries, whatever it is; some append a text."""
+
+
+def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments in a form."""
+    if not (calls := message.get("tool_calls")):
+        return message
+    formed = [
+        {**call, "function": {**call["function"], "arguments": form(call["function"]["arguments"])}} for call in calls
+    ]
+    return message | {"tool_calls": formed}
+
+
+def _without_surrogates(value: Any) -> Any:
+    """Halves of a character that a model has escaped and not completed are told as unknown characters."""
+    if isinstance(value, str):
+        return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+    return [_without_surrogates(item) for item in value] if isinstance(value, list) else value
 
 
 def _part_text(part: Any, index: int) -> str:

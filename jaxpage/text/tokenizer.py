@@ -5,6 +5,7 @@ a second; ids are the ones that transformers' `AutoTokenizer` gives for the same
 """
 
 import json
+import logging
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -20,6 +21,8 @@ from jaxpage.text.chat_template import ChatTemplates, check_variables
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
+
+logger = logging.getLogger(__name__)
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REPLACEMENT = "\ufffd"
@@ -181,6 +184,13 @@ def load_tokenizer(model: str, chat_template: str | None = None) -> Tokenizer:
     tokenizer = _from_directory(path) if path.is_dir() else _from_gguf(path)
     if chat_template is not None:
         tokenizer.chat_templates = ChatTemplates({"default": _read_template(Path(chat_template))})
+    for name, fault in tokenizer.chat_templates.faults().items():
+        if chat_template is not None:
+            raise ModelLoadError(f"--chat-template {chat_template} does not compile: {fault}")
+        logger.warning(
+            "the model's chat template %r does not compile, and chats are refused: %s; give one with --chat-template",
+            *(name, fault),
+        )
     return tokenizer
 
 
