@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GRAMMAR_SECONDS = 0.01
-"""How long an idle engine waits for a grammar before it looks for messages again."""
+"""How long an idle engine waits for a grammar or a program before it looks for messages again."""
 
 UTILITIES = (
     *("reset_prefix_cache", "kv_cache_snapshot", "pause", "resume", "is_paused"),
@@ -82,8 +82,8 @@ class EngineCore:
         self._eos_token_ids = list(model.eos_token_ids[:MAX_STOP_TOKEN_IDS])
         self.loop = LOOPS[config.engine_mode](scheduler, self.runner)
         self._grammars = Grammars(partial(_load_tokenizer, config), model.vocab_size, self._eos_token_ids)
-        self._constrained: list[Request] = []
-        """Requests whose text must fit a grammar, until they end."""
+        self._watched: list[Request] = []
+        """Requests that wait for programs, and those whose text must fit a grammar, until they end."""
         self._num_arrived = 0
         self._is_paused = False
         self._keeps_running = False
@@ -166,9 +166,13 @@ class EngineCore:
         if (structured := message.params.structured_outputs) is not None:
             for sequence in sequences:
                 sequence.constraint = self._grammars.constrain(structured, ignore_eos=message.params.ignore_eos)
-        self.scheduler.add(sequences[0])
+        first = sequences[0]
+        first.awaited = self.runner.programs_for(first)
+        self.scheduler.add(first)
         if structured is not None:
-            self._constrained += sequences
+            self._watched += sequences
+        elif first.awaited:
+            self._watched.append(first)
 
     def abort(self, sequence: str) -> None:
         """Drop a sequence (`sequence_id`; a whole group by its first one's), and free what it holds.
@@ -295,26 +299,37 @@ class EngineCore:
         self.scheduler.token_budget = self.runner.token_budget
         with self.runner.watched():
             outputs += self.loop.drain() if self._stands_still else self.loop.step()
-        return outputs + self._look_at_constraints() if self._constrained else outputs
+        return outputs + self._look_at_watched() if self._watched else outputs
 
     def use_quiet_moment(self) -> bool:
         """Do what is better done while there is no work. Returns whether there may be more of that a little later."""
         return not self.loop.has_steps_in_flight and self.runner.use_quiet_moment()
 
-    def _look_at_constraints(self) -> list[SequenceOutput]:
-        """End requests whose grammar cannot go on. If nobody but grammars has anything to do, wait for one a while."""
-        self._constrained = [request for request in self._constrained if not request.is_finished]
-        failed = []
-        for request in self._constrained:
+    def _look_at_watched(self) -> list[SequenceOutput]:
+        """End requests whose grammar cannot go on, or whose programs cannot be compiled.
+
+        If nobody else has anything to do, wait for what they wait for a while.
+        """
+        failed: list[SequenceOutput] = []
+        self._watched, watched = [], [request for request in self._watched if not request.is_finished]
+        for request in watched:
             mask = request.constraint.mask if request.constraint is not None else None
-            if mask is not None and mask.done() and (error := mask.exception()) is not None:
-                logger.warning("request %s fails: its grammar cannot go on: %s", request.request_id, error)
-                self.abort(request.request_id)
-                failed.append(TokenOutput(request.request_id, [], "error"))
-        waited_for = [r.constraint.mask for r in self.scheduler.waiting if r.constraint is not None]
+            for work in (*request.awaited, *([mask] if mask is not None else [])):
+                if work.done() and (error := work.exception()) is not None:
+                    logger.warning("request %s fails: %s", request.request_id, error)
+                    self.abort(request.request_id)
+                    others = [it.request_id for it in request.forks if request.awaited]
+                    failed += [TokenOutput(name, [], "error") for name in (request.request_id, *others)]
+                    break
+            else:
+                if request.constraint is not None or not request.can_begin:
+                    self._watched.append(request)
+        waiting = self.scheduler.waiting
+        waited_for = [it.constraint.mask for it in waiting if it.constraint is not None]
+        waited_for += [work for it in waiting for work in it.awaited if not work.done()]
         if waited_for and not self.loop.has_steps_in_flight:
             wait(waited_for, _GRAMMAR_SECONDS, FIRST_COMPLETED)
-        return list(failed)
+        return failed
 
     def report(self, outputs: list[SequenceOutput]) -> Outputs:
         """What a client is told after a step, or after whatever else has changed how the engine stands."""

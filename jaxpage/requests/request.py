@@ -1,8 +1,10 @@
 """A request inside the engine: its tokens, how far they are computed, and whether it goes on."""
 
 import enum
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -79,6 +81,8 @@ class Request:
     """The requests that it advances with, this one included."""
     constraint: "Constraint | None" = None
     """What its text must fit."""
+    awaited: Sequence[Future[Any]] = ()
+    """What must be done before it begins; the others go on meanwhile."""
     token_ids: list[int] = field(init=False)
     """Prompt and output: everything that is known."""
     num_in_flight: int = 0
@@ -155,8 +159,8 @@ class Request:
 
     @property
     def can_begin(self) -> bool:
-        """Whether it is known what its text must fit, if anything."""
-        return self.constraint is None or self.constraint.is_ready
+        """Whether all that it waits for is there: the grammar that its text must fit, and programs that few need."""
+        return (self.constraint is None or self.constraint.is_ready) and all(it.done() for it in self.awaited)
 
     @property
     def wants_scores(self) -> bool:

@@ -1,12 +1,17 @@
-"""The programs of one engine, made ready in the order of their use: what can serve first, the rest meanwhile."""
+"""The programs of one engine, made ready in the order of their use: what can serve first, the rest meanwhile.
 
-import contextlib
+What compiles while requests are served takes the cores that they need. So it waits as long as steps run in the programs
+that are best for them (`hold`), and goes on when there is nothing to do, when a step would have been cheaper in a
+program that is missing, or when somebody waits for one.
+"""
+
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -19,9 +24,14 @@ from jaxpage.runner.programs.registry import PROGRAMS
 logger = logging.getLogger(__name__)
 
 _MAX_COMPILE_THREADS = 4
-_PATIENCE_SECONDS = 1.0
+_PATIENCE_SECONDS = 0.5
+"""How long compiling keeps still behind the start, and behind each step that needs nothing of it."""
+_MOST_PATIENCE_SECONDS = 5.0
+"""How long it keeps still in all before one program is compiled beside whatever is served."""
+_LOOK_SECONDS = 0.05
+"""How often it is looked whether compiling may go on."""
 
-_Job = tuple[Program[Any], Any]
+Job = tuple[Program[Any], Any]
 """A program and the variant that it is compiled for."""
 
 
@@ -33,16 +43,26 @@ class ProgramCompiler:
         self._cache = cache
         self._plan = plan
         self._progress = progress
-        self._jobs: dict[Stage, list[_Job]] = _jobs_of(plan)
+        self._jobs: dict[Stage, list[Job]] = _jobs_of(plan)
         self._ready: dict[str, dict[Any, jax.stages.Compiled]] = {name: {} for name in PROGRAMS}
-        self._soon: dict[_Job, Future[jax.stages.Compiled]] = {}
+        later = [*self._jobs[Stage.SOON], *self._jobs[Stage.REST]]
+        self._later: dict[Job, Future[jax.stages.Compiled]] = {job: Future() for job in later}
+        """What is made behind the start, in this order but for what is wanted."""
+        self._untaken = list(later)
+        self._wanted: list[Job] = []
+        """Those that somebody waits for, and that nobody has begun."""
+        self._lock = threading.Lock()
+        """Of the two above."""
+        self._held_until = 0.0
+        self._begun = 0.0
+        """When a program was last begun."""
+        self._num_failed = 0
         self._num_rehearsed = 0
         self._closing = threading.Event()
-        self._may_go_on = threading.Event()
-        self._background: threading.Thread | None = None
+        self._workers: list[threading.Thread] = []
         # Much of XLA's compiling is serial: two programs at a time take little longer than one.
-        num_threads = min(os.cpu_count() or 1, _MAX_COMPILE_THREADS)
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="compile")
+        self._num_threads = min(os.cpu_count() or 1, _MAX_COMPILE_THREADS)
+        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="compile")
         self._is_traced = threading.Event()
         longest, *others = self._jobs[Stage.FIRST]
         self._first: list[Future[Any]] = [self._pool.submit(self._make_longest, longest)]
@@ -51,21 +71,22 @@ class ProgramCompiler:
     @property
     def num_wanted(self) -> int:
         """Programs that there will be."""
-        return sum(map(len, self._jobs.values()))
+        return sum(map(len, self._jobs.values())) - self._num_failed
 
     @property
     def has_unrehearsed(self) -> bool:
         """Whether programs have become ready since the last `rehearsal`."""
-        return self._num_ready > self._num_rehearsed
+        return self.num_ready > self._num_rehearsed
 
     @property
-    def _num_ready(self) -> int:
+    def num_ready(self) -> int:
+        """Programs that can be run."""
         return sum(map(len, self._ready.values()))
 
     @property
     def is_complete(self) -> bool:
         """Whether no more will become ready."""
-        return self._background is None or not self._background.is_alive()
+        return not any(worker.is_alive() for worker in self._workers)
 
     def wait_traced(self) -> None:
         """Return when the first program no longer needs Python's lock: everything else that starts an engine can wait.
@@ -77,39 +98,46 @@ class ProgramCompiler:
     def wait(self, *, background: bool) -> None:
         """Return when what serving needs is ready or, unless in the `background`, when all is.
 
-        What compiles in the background leaves the first step its cores: see `go_on`.
+        Raises what keeps one of them from being compiled; in the background, that is logged.
         """
         for program in self._first:
             program.result()
-        if not background:
-            self.go_on()
-        self._soon = {job: self._pool.submit(self._make_later, job) for job in self._jobs[Stage.SOON]}
-        logger.info("%d of %d programs are ready: serving", self._cache.stats.num_programs, self.num_wanted)
-        if background:
-            self._background = threading.Thread(target=self._make_rest, name="compile", daemon=True)
-            self._background.start()
-        else:
-            list(self._pool.map(self._make, self._jobs[Stage.REST]))
-            self._finish()
         self._pool.shutdown(wait=False)
+        self._begun = time.monotonic()
+        self._held_until = self._begun + _PATIENCE_SECONDS if background else 0.0
+        if background:
+            logger.info("%d of %d programs are ready: serving", self._cache.stats.num_programs, self.num_wanted)
+        for _ in range(self._num_threads):
+            self._workers.append(threading.Thread(target=self._make_later, name="compile", daemon=True))
+            self._workers[-1].start()
+        if not background:
+            for program in self._later.values():
+                program.result()
+            for worker in self._workers:
+                worker.join()
 
-    def go_on(self) -> None:
-        """Compile the rest: a first step has been served. Without one, it begins `_PATIENCE_SECONDS` after `wait`."""
-        self._may_go_on.set()
+    def hold(self, is_served: bool) -> None:
+        """A step has been sent off. If it `is_served` as well as it will ever be, nothing is begun for a while."""
+        self._held_until = time.monotonic() + _PATIENCE_SECONDS if is_served else 0.0
+
+    def want(self, jobs: Sequence[Job]) -> list[Future[jax.stages.Compiled]]:
+        """Make these next, whatever is served meanwhile; returns those that are not ready."""
+        missing = [job for job in jobs if job in self._later and not self._later[job].done()]
+        with self._lock:
+            self._wanted += [job for job in missing if job in self._untaken and job not in self._wanted]
+        return [self._later[job] for job in missing]
 
     def give_up(self) -> None:
         """Begin no further program, and wait for none."""
         self._closing.set()
-        self.go_on()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
         """Stop compiling; waits for the programs that are being compiled."""
         self._closing.set()
-        self.go_on()
         self._pool.shutdown(cancel_futures=True)
-        if self._background is not None:
-            self._background.join()
+        for worker in self._workers:
+            worker.join()
         self._cache.save()
 
     def ready[Variant](self, program: Program[Variant]) -> tuple[Variant, ...]:
@@ -117,28 +145,28 @@ class ProgramCompiler:
         return tuple(self._ready[program.name])
 
     def get(self, name: str, variant: Any) -> jax.stages.Compiled:
-        """A program that is ready, or that will be soon: waits for it. One of `Stage.WHEN_RUN` is made here."""
+        """A program that is ready, or that will be: waits for it. One of `Stage.WHEN_RUN` is made here."""
         ready = self._ready[name].get(variant)
         if ready is not None:
             return ready
         job = PROGRAMS[name], variant
-        if job in self._soon:
-            self.go_on()
-            return self._soon[job].result()
-        return self._make(job)
+        if (found := self._later.get(job)) is None or not self._workers:
+            return self._make(job)
+        self.want([job])
+        return found.result()
 
     def rehearsal(self) -> Iterator[tuple[str, Any]]:
         """Every program that is ready by its name and variant, to be run with nothing in it.
 
         In a batch whose last step had no rows, it changes nothing but what "hidden" holds.
         """
-        self._num_rehearsed = self._num_ready
+        self._num_rehearsed = self.num_ready
         for name, program in PROGRAMS.items():
             for variant in tuple(self._ready[name]):
                 if program.stage(self._plan, variant)[0] is not Stage.WHEN_RUN:
                     yield name, variant
 
-    def _make_longest(self, job: _Job) -> None:
+    def _make_longest(self, job: Job) -> None:
         program, variant = job
         try:
             if self._cache.has(program, self._plan, variant):
@@ -147,30 +175,42 @@ class ProgramCompiler:
         finally:
             self._is_traced.set()
 
-    def _make_when_traced(self, job: _Job) -> None:
+    def _make_when_traced(self, job: Job) -> None:
         self._is_traced.wait()
         self._make(job)
 
-    def _make_later(self, job: _Job) -> jax.stages.Compiled:
-        self._may_go_on.wait(_PATIENCE_SECONDS)
+    def _make_later(self) -> None:
+        """What one thread does behind the start: one program after the other, until all are made."""
         _give_way()
-        self._cache.save()
-        return self._make(job)
-
-    def _make_rest(self) -> None:
-        self._may_go_on.wait(_PATIENCE_SECONDS)
-        _give_way()
-        for job in self._jobs[Stage.REST]:
-            if self._closing.is_set():
-                return
+        while (job := self._next_job()) is not None:
             self._cache.save()
-            self._make(job)
-        with contextlib.suppress(CancelledError):  # closed meanwhile
-            self._finish()
+            try:
+                self._later[job].set_result(self._make(job))
+            except Exception as error:
+                program, variant = job
+                logger.exception("%s cannot be compiled: what needs it fails", program.title(variant))
+                self._num_failed += 1
+                self._later[job].set_exception(error)
+            if all(program.done() for program in self._later.values()):
+                self._finish()
+
+    def _next_job(self) -> Job | None:
+        """What is to be made next, as soon as it may; None when all is taken, or none is to be begun."""
+        while not self._closing.is_set():
+            with self._lock:
+                if not self._untaken:
+                    return None
+                now = time.monotonic()
+                may_go_on = self._wanted or now >= self._held_until or now >= self._begun + _MOST_PATIENCE_SECONDS
+                if may_go_on:
+                    job = self._wanted.pop(0) if self._wanted else self._untaken[0]
+                    self._untaken.remove(job)
+                    self._begun = now
+                    return job
+            self._closing.wait(_LOOK_SECONDS)
+        return None
 
     def _finish(self) -> None:
-        for program in self._soon.values():
-            program.result()
         self._cache.save()
         stats = self._cache.stats
         logger.info(
@@ -178,7 +218,7 @@ class ProgramCompiler:
             *(stats.num_programs, stats.num_loaded, stats.seconds),
         )
 
-    def _make(self, job: _Job) -> jax.stages.Compiled:
+    def _make(self, job: Job) -> jax.stages.Compiled:
         program, variant = job
         compiled = self._cache.get(program, self._plan, variant, when_traced=self._is_traced.set)
         self._ready[program.name][variant] = compiled
@@ -186,9 +226,9 @@ class ProgramCompiler:
         return compiled
 
 
-def _jobs_of(plan: EnginePlan) -> dict[Stage, list[_Job]]:
+def _jobs_of(plan: EnginePlan) -> dict[Stage, list[Job]]:
     """What is compiled when, in order: of equals, as the programs are registered."""
-    jobs: dict[Stage, list[tuple[int, _Job]]] = {stage: [] for stage in Stage}
+    jobs: dict[Stage, list[tuple[int, Job]]] = {stage: [] for stage in Stage}
     for program in PROGRAMS.values():
         for variant in program.variants(plan):
             stage, order = program.stage(plan, variant)

@@ -83,6 +83,12 @@ class EnginePlan:
         config = self.config
         return by_usefulness(make_buckets(config.max_num_seqs, config.max_num_batched_tokens, config.max_drafts))
 
+    @cached_property
+    def first_buckets(self) -> tuple[int, ...]:
+        """Indices of those that serving waits for: what takes every step, and what a lone request decodes in."""
+        decode = [bucket for bucket in self.buckets if bucket.max_query_len == 1 + self.config.max_drafts]
+        return (0, self.buckets.index(min(decode))) if decode else (0,)
+
     def first_bucket_of(self, num_rows: int) -> int:
         """Index of the first bucket with so many rows."""
         return next(index for index, bucket in enumerate(self.buckets) if bucket.num_rows == num_rows)

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -25,7 +26,7 @@ from jaxpage.models.served_model import ServedModel
 from jaxpage.requests.request import Request, SamplerKind
 from jaxpage.runner.buckets import Bucket, choose_bucket
 from jaxpage.runner.compile_watch import num_compiles
-from jaxpage.runner.compiler import ProgramCompiler
+from jaxpage.runner.compiler import Job, ProgramCompiler
 from jaxpage.runner.device_batch import DeviceBatch
 from jaxpage.runner.devices import free_bytes, send_back
 from jaxpage.runner.engine_plan import plan_engine
@@ -106,6 +107,8 @@ class Runner:
         self._num_rows = plan.config.max_num_seqs
         self._rules_layout = rules_layout(model.vocab_size)
         self._proposes = bool(PROPOSE.variants(plan))
+        self._complete: dict[tuple[int, SamplerKind], list[Bucket]] = {}
+        """Buckets that steps may run in, by how many programs are ready and what draws behind them."""
         table_width = plan.shapes["state"].block_tables.shape[2]
         self._table = StepTable(self._num_rows, len(plan.layout.groups), table_width)
 
@@ -261,7 +264,9 @@ class Runner:
             edits, ahead = edits[:, MANY_EDITS:], edits[:, :MANY_EDITS]
             run(EDIT.name, pack_edits(ahead, MANY_EDITS))
         requests, wants_logprobs = output.requests, output.wants_logprobs
-        bucket = choose_bucket(programs.ready(STEP), output.num_tokens, len(output.rows), max(output.query_lens))
+        size = output.num_tokens, len(output.rows), max(output.query_lens)
+        bucket = choose_bucket(self._complete_buckets(self._kind_of(output)), *size)
+        programs.hold(bucket == choose_bucket(plan.buckets, *size))
         run(STEP.name, pack_edits(edits, NUM_EDITS) if edits.size else None, bucket)
         result = self._sample(bucket, output.sampler_kind, None)
         _send_back(result, wants_logprobs)
@@ -277,6 +282,39 @@ class Runner:
         if any(map(_POOLING, requests)):
             pools = dispatch_pools(output, self._table.first_tokens(step_rows), partial(run, POOL.name))
         return DispatchedStep(result, bucket, step_rows, requests, wants_logprobs, scores, pools)
+
+    def programs_for(self, request: Request) -> list[Future[Any]]:
+        """What a request needs beside what all do, as far as it is not ready; it is made next."""
+        jobs: list[Job] = []
+        if request.sampler_kind is SamplerKind.ANY or request.constraint is not None:
+            jobs.append((SAMPLE, SAMPLE.behind(self.plan, self.plan.buckets[0], SamplerKind.ANY)))
+        if request.has_rules:
+            jobs.append((RULES, None))
+        if request.wants_scores:
+            jobs += [(SCORE, None), (SCORE_ROWS, None)]
+        if request.pooling is not None:
+            jobs.append((POOL, None))
+        if request.forks or request.group is not None:
+            jobs.append((FORK, None))
+        return list(self._programs.want(jobs))
+
+    def _kind_of(self, output: SchedulerOutput) -> SamplerKind:
+        """How a step draws, or will draw again."""
+        is_masked = any(request.constraint is not None for request in output.requests)
+        return SamplerKind.ANY if is_masked else output.sampler_kind
+
+    def _complete_buckets(self, kind: SamplerKind) -> list[Bucket]:
+        """Those whose steps, and all that follows them, are ready."""
+        plan, programs = self.plan, self._programs
+        key = programs.num_ready, kind
+        if key not in self._complete:
+            draws, proposals = programs.ready(SAMPLE), programs.ready(PROPOSE)
+            self._complete[key] = [
+                bucket
+                for bucket in programs.ready(STEP)
+                if SAMPLE.behind(plan, bucket, kind) in draws and (not self._proposes or bucket.num_rows in proposals)
+            ]
+        return self._complete[key]
 
     def draw_again(self, step: DispatchedStep, masks: dict[int, np.ndarray | None]) -> DispatchedStep:
         """Draw again for some requests of the newest step, each by its mask, or undo the draw without one.
@@ -329,7 +367,6 @@ class Runner:
                     tokens[index] = [token_id for token_id in again[step_row].tolist() if token_id >= 0]
                 if step.wants_logprobs:
                     self._take_logprobs(step, result, step_rows, tokens, logprobs)
-            self._programs.go_on()
             if step.scores is None and step.pools is None:
                 return tokens, logprobs, None, num_drafts
             pieces: list[PromptPiece | None] = [None] * len(tokens)

@@ -31,8 +31,8 @@ class Propose(Program[int]):
         return list(dict.fromkeys(bucket.num_rows for bucket in plan.buckets))
 
     def stage(self, plan: EnginePlan, variant: int) -> tuple[Stage, int]:
-        index = self.variants(plan).index(variant)
-        return (Stage.REST, plan.first_bucket_of(variant)) if index else (Stage.FIRST, 0)
+        is_first = variant in [plan.buckets[index].num_rows for index in plan.first_buckets]
+        return (Stage.FIRST if is_first else Stage.REST), plan.first_bucket_of(variant)
 
     def takes(self, plan: EnginePlan, variant: int) -> Sequence[Piece]:
         return ["params", "kv_cache", "hidden", "state"]

@@ -92,10 +92,11 @@ class Sample(Program[Draws]):
 
     def stage(self, plan: EnginePlan, variant: Draws) -> tuple[Stage, int]:
         shapes = [(bucket.num_rows, plan.program_config.num_draws(bucket)) for bucket in plan.buckets]
-        first = shapes.index((variant.num_rows, variant.num_draws))
+        shape = variant.num_rows, variant.num_draws
+        is_first, index = shape in [shapes[each] for each in plan.first_buckets], shapes.index(shape)
         if variant.kind is SamplerKind.ANY:  # what few requests ask for, and takes the longest to compile
-            return Stage.SOON, 2 if first else 0
-        return (Stage.REST, first) if first else (Stage.FIRST, 0)
+            return Stage.SOON, 2 if index else 0
+        return (Stage.FIRST if is_first else Stage.REST), index
 
     def takes(self, plan: EnginePlan, variant: Draws) -> Sequence[Piece]:
         return [("logits", variant.num_rows * variant.num_draws), "state"]

@@ -36,7 +36,7 @@ class Step(Program[Bucket]):
 
     def stage(self, plan: EnginePlan, variant: Bucket) -> tuple[Stage, int]:
         index = plan.buckets.index(variant)
-        return (Stage.REST, index) if index else (Stage.FIRST, 0)
+        return (Stage.FIRST if index in plan.first_buckets else Stage.REST), index
 
     def takes(self, plan: EnginePlan, variant: Bucket) -> Sequence[Piece]:
         return ["params", *self.changes(plan, variant)]
