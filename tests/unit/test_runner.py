@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -430,3 +431,38 @@ def test_what_runs_in_a_quiet_moment_changes_nothing(folder: Path, varied_alone:
     jax.tree.map(np.testing.assert_array_equal, before, after)
     tokens, _ = serve(engine, varied())
     assert tokens == varied_alone
+
+
+def test_a_request_that_needs_a_program_of_its_own_waits_alone_and_fails_alone(
+    tiny_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = EngineCore(EngineConfig(**tiny_options))
+    awaited: Future[Any] = Future()
+    broken: Future[Any] = Future()
+    asked: dict[str, list[Future[Any]]] = {"waits": [awaited], "fails": [broken]}
+    monkeypatch.setattr(core.runner, "programs_for", lambda request: asked.get(request.request_id.split("#")[0], []))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, n=2)
+    for name in ("waits", "fails", "plain"):
+        core.add(AddRequest(name, tiny.prompt(5), params, 0, 4))
+    found: dict[str, list[int]] = {}
+    reasons: dict[str, str | None] = {}
+
+    def step() -> None:
+        for output in core.step():
+            assert isinstance(output, TokenOutput)
+            found.setdefault(output.sequence_id, []).extend(output.token_ids)
+            reasons[output.sequence_id] = output.finish_reason
+
+    while reasons.get("plain#1") is None or core.loop.has_steps_in_flight:
+        step()
+    assert set(found) == {"plain", "plain#1"}
+    assert core.has_work
+    broken.set_exception(ValueError("no such instruction"))
+    step()
+    assert reasons["fails"] == reasons["fails#1"] == "error"
+    awaited.set_result(None)
+    while core.has_work:
+        step()
+    assert found["waits"] == found["plain"]
+    assert reasons["waits#1"] == "length"
+    core.close()
