@@ -55,6 +55,9 @@ class ServerConfig:
     request_timeout: float | None = option(
         None, "seconds that a request may take in all, its wait included, before it gets a 504; default: no limit"
     )
+    heartbeat_interval: float = option(
+        15.0, "seconds of silence after which a stream sends a comment line, so that proxies keep it; 0 sends none"
+    )
     max_stored_responses: int = option(
         1000, "newest answers of /v1/responses kept in memory for previous_response_id; 0 keeps none"
     )
@@ -101,10 +104,11 @@ class ServerConfig:
         least: tuple[tuple[str, float], ...] = (
             ("max_request_bytes", 1),
             ("max_num_waiting", 0),
+            ("heartbeat_interval", 0),
             ("max_stored_responses", 0),
         )
         for name, limit in least:
-            if (value := getattr(self, name)) is not None and value < limit:
+            if (value := getattr(self, name)) is not None and not value >= limit:
                 raise ConfigError(f"{flag(name)} is {value}: it must be at least {limit}")
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise ConfigError(f"{flag('request_timeout')} is {self.request_timeout}: it must be more than 0 seconds")

@@ -1,60 +1,21 @@
-"""From a generation to an HTTP response: whole, or as server-sent events.
+"""Server-sent events as bytes.
 
-In: a `Generation` and what makes events, or one reply, of it. Out: a response that closes the generation, whatever
-happens. Completions and chat send `data:` lines that end with `[DONE]`, also after an error, which is sent as an event
-of its own; newer protocols name their events, and have their own for an error.
+In: what makes a stream's events. Out: their frames. Completions and chat send `data:` lines that end with `[DONE]`,
+also after an error, which is sent as an event of its own; newer protocols name their events, and have their own for an
+error.
 """
 
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
 
-from jaxpage.outputs import SequenceDelta
 from jaxpage.server.errors import describe, is_unexpected
-from jaxpage.server.generation import Generation, unless_disconnected
 
 logger = logging.getLogger(__name__)
 
-HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"
-
-
-async def whole_response(
-    http_request: Request, generation: Generation, reply: Callable[[list[tuple[int, SequenceDelta]]], msgspec.Struct]
-) -> Response:
-    """The reply made from the final outputs. Raises what ends the request early, the client's leaving included."""
-    with contextlib.closing(generation):
-        outputs = await unless_disconnected(http_request.receive, generation.finished())
-        return Response(msgspec.json.encode(reply(outputs)), media_type="application/json")
-
-
-async def event_response(http_request: Request, generation: Generation, frames: AsyncIterator[bytes]) -> Response:
-    """A stream of `frames`, once the first token is there: what fails before it still gets a status of its own."""
-    try:
-        await unless_disconnected(http_request.receive, generation.started())
-    except BaseException:
-        generation.close()
-        raise
-    return EventStream(frames, generation)
-
-
-class EventStream(StreamingResponse):
-    """Sends `frames` and closes `generation` after the last, or when the client has left."""
-
-    def __init__(self, frames: AsyncIterator[bytes], generation: Generation) -> None:
-        super().__init__(frames, headers=HEADERS, media_type="text/event-stream")
-        self._generation = generation
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application that a response is."""
-        with contextlib.closing(self._generation), contextlib.suppress(ClientDisconnect):
-            await unless_disconnected(receive, self.stream_response(send))
 
 
 async def data_frames(chunks: AsyncIterator[msgspec.Struct]) -> AsyncIterator[bytes]:
