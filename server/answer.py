@@ -11,9 +11,11 @@ that has to wait for its turn gets its head at once, and comment lines while not
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -23,15 +25,20 @@ from starlette.types import Receive, Scope, Send
 from jaxpage.errors import RequestError
 from jaxpage.outputs import SequenceDelta
 from jaxpage.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
+from jaxpage.server.errors import describe, is_unexpected
 from jaxpage.server.generation import Generation, unless_disconnected
 from jaxpage.server.openai.logprobs import Entry, ScoredTokens
 from jaxpage.server.openai.protocol import GenerationRequest
 from jaxpage.server.request_log import record_of
 from jaxpage.server.service import service_of
 
+logger = logging.getLogger(__name__)
+
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 FEW_CHOICES = 8
 """An answer of more of them is written in a thread."""
+DONE = b"data: [DONE]\n\n"
+"""The last event of completions and chat."""
 COMMENT = b": waiting\n\n"
 """A line that clients of server-sent events skip."""
 
@@ -196,3 +203,46 @@ def choice_of(generation: Generation, index: int, output: SequenceDelta, *, is_f
         tokens = ScoredTokens(texts, output.logprobs)
     prompt_logprobs = generation.prompt_logprobs(index)
     return Choice(index, output.text, tokens, output.finish_reason, output.stop_reason, prompt_logprobs, is_first)
+
+
+async def data_frames(chunks: AsyncIterator[msgspec.Struct]) -> AsyncIterator[bytes]:
+    """`chunks` as events without names. An exception becomes an error event, as the status line is long gone."""
+    try:
+        async for chunk in chunks:
+            yield _data(chunk)
+    except Exception as error:
+        _note(error)
+        yield _data(describe(error)[1])
+    yield DONE
+
+
+class NamedEvent(Protocol):
+    """An event that is sent under its type's name."""
+
+    @property
+    def type(self) -> str: ...
+
+
+async def named_frames(
+    events: AsyncIterator[NamedEvent], last_after: Callable[[Exception], NamedEvent]
+) -> AsyncIterator[bytes]:
+    """`events` under their names; `last_after` makes the last one of an exception."""
+    try:
+        async for event in events:
+            yield _named(event)
+    except Exception as error:
+        _note(error)
+        yield _named(last_after(error))
+
+
+def _note(error: Exception) -> None:
+    if is_unexpected(error):
+        logger.exception("a stream ended with an error")
+
+
+def _data(event: object) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def _named(event: NamedEvent) -> bytes:
+    return b"event: " + event.type.encode() + b"\n" + _data(event)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from jaxpage.outputs import SequenceDelta
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.server.answer import Answer, Asked, Choice, choice_of
+from jaxpage.server.answer import Answer, Asked, Choice, choice_of, named_frames
 from jaxpage.server.anthropic.message_blocks import Blocks
 from jaxpage.server.anthropic.protocol import (
     CountTokensRequest,
@@ -31,7 +31,6 @@ from jaxpage.server.generation import Generation
 from jaxpage.server.parsing.splitter import Splitter
 from jaxpage.server.request_log import record_of
 from jaxpage.server.service import encode, read_request, service_of
-from jaxpage.server.sse import named_frames
 
 
 async def create_message(http_request: Request) -> Response:

@@ -16,12 +16,11 @@ from starlette.requests import Request
 from jaxpage.errors import RequestError
 from jaxpage.outputs import SequenceDelta
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.server.answer import Answer, Asked, Choice, choice_of
+from jaxpage.server.answer import Answer, Asked, Choice, choice_of, data_frames
 from jaxpage.server.generation import Generation
 from jaxpage.server.openai.protocol import GenerationRequest, Usage
 from jaxpage.server.request_log import record_of
 from jaxpage.server.service import service_of
-from jaxpage.server.sse import data_frames
 
 
 @dataclass(frozen=True, slots=True)

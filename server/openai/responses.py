@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from jaxpage.errors import RequestError
 from jaxpage.outputs import SequenceDelta
-from jaxpage.server.answer import Answer, Asked, Choice, choice_of
+from jaxpage.server.answer import Answer, Asked, Choice, choice_of, named_frames
 from jaxpage.server.conversation import converse
 from jaxpage.server.errors import describe
 from jaxpage.server.generation import Generation
@@ -41,7 +41,6 @@ from jaxpage.server.openai.responses_protocol import (
 from jaxpage.server.parsing.splitter import Splitter
 from jaxpage.server.request_log import record_of
 from jaxpage.server.service import Service, encode, read_request, service_of
-from jaxpage.server.sse import named_frames
 
 _DEFAULT_TEMPERATURE, _DEFAULT_TOP_P = 1.0, 1.0
 
