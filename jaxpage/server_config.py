@@ -43,7 +43,7 @@ class ServerConfig:
         f"key that clients must send; others see it in the list of processes: prefer a file, or {API_KEY_VARIABLE}",
         secret=True,
     )
-    api_key_file: str | None = option(None, "file with such keys, one a line")
+    api_key_file: str | None = option(None, "file with such keys, one a line; lines that begin with # are comments")
     allowed_origins: tuple[str, ...] = option(("*",), "web pages of these origins may use the server; '' for none")
     allowed_methods: tuple[str, ...] = option(("*",), "methods that they may use")
     allowed_headers: tuple[str, ...] = option(("*",), "headers that they may send")
@@ -58,6 +58,15 @@ class ServerConfig:
     heartbeat_interval: float = option(
         15.0, "seconds of silence after which a stream sends a comment line, so that proxies keep it; 0 sends none"
     )
+    max_connections: int | None = option(
+        None,
+        "most connections at once, others get a 503; default: as many as there are file descriptors for (ulimit -n)",
+    )
+    keep_alive_timeout: int = option(
+        120, "seconds that an idle connection is kept; longer than clients' pools do, so that they close first"
+    )
+    read_timeout: float = option(60.0, "seconds for a request's head, and between two pieces of its body")
+    write_timeout: float = option(60.0, "seconds that a client may read nothing of an answer before it is cut off")
     max_stored_responses: int = option(
         1000, "newest answers of /v1/responses kept in memory for previous_response_id; 0 keeps none"
     )
@@ -105,6 +114,10 @@ class ServerConfig:
             ("max_request_bytes", 1),
             ("max_num_waiting", 0),
             ("heartbeat_interval", 0),
+            ("max_connections", 1),
+            ("keep_alive_timeout", 1),
+            ("read_timeout", 0.1),
+            ("write_timeout", 0.1),
             ("max_stored_responses", 0),
         )
         for name, limit in least:
@@ -132,7 +145,7 @@ class ServerConfig:
                 lines = Path(self.api_key_file).read_text("utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"{flag('api_key_file')} {self.api_key_file} cannot be read: {error}") from error
-            found = {line.strip() for line in lines} - {""}
+            found = {key for line in lines if (key := line.strip()) and not key.startswith("#")}
             if not found:
                 raise ConfigError(f"{flag('api_key_file')} {self.api_key_file} holds no key: give it one a line")
             keys |= found

@@ -70,6 +70,7 @@ def _middleware(config: ServerConfig, routes: tuple[ServedRoute, ...]) -> list[M
                 allow_methods=config.allowed_methods,
                 allow_headers=config.allowed_headers,
                 allow_credentials=config.allow_credentials,
+                allow_private_network=True,
                 expose_headers=(REQUEST_ID_HEADER,),
             )
         )

@@ -76,7 +76,12 @@ class ApiError(Exception):
 
 def shutting_down() -> ApiError:
     """Why a request is refused, or ended early, once the server has been told to stop."""
-    return ApiError(503, "the server is shutting down: send the request to another one", code="shutting_down")
+    return ApiError(
+        503,
+        "the server is shutting down: send the request to another one",
+        code="shutting_down",
+        headers={"Connection": "close", "Retry-After": "1"},
+    )
 
 
 def describe(error: Exception) -> tuple[int, ErrorBody]:
