@@ -4,6 +4,7 @@ In: what a user gives. Out: values checked on their own, and the API keys, which
 """
 
 import os
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one and prints it")
     uds: str | None = option(None, "path of a Unix socket to listen on, instead of host and port")
+    uds_mode: str = option(
+        "", "permissions of the Unix socket in octal, such as 660, for a proxy of another user; default: the umask's"
+    )
     root_path: str = option("", "prefix under which a proxy serves this server, and which it strips, such as /llm")
     ssl_certfile: str | None = option(None, "PEM file with the certificate chain; with it, the server speaks HTTPS")
     ssl_keyfile: str | None = option(None, "PEM file with the certificate's key, unless that is in ssl_certfile")
@@ -98,6 +102,10 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"{flag('port')} is {self.port}: it must be in [0, 65535]")
+        if self.uds is not None and not self.uds:
+            raise ConfigError(f"{flag('uds')} is empty: give a path, or leave it out")
+        if self.uds_mode and not re.fullmatch("0?[0-7]{3}", self.uds_mode):
+            raise ConfigError(f"{flag('uds_mode')} is {self.uds_mode!r}: it must be three octal digits, such as 660")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"{flag('root_path')} is {self.root_path!r}: it must start with / and not end with it")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:

@@ -70,7 +70,7 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
         with contextlib.closing(bind(config.host, config.port)) as listener:
             yield listener
         return
-    with contextlib.closing(bind_path(config.uds)) as listener:
+    with contextlib.closing(bind_path(config.uds, config.uds_mode)) as listener:
         try:
             yield listener
         finally:
@@ -89,13 +89,18 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def bind_path(path: str) -> socket.socket:
-    """A listening Unix socket, in place of one that a killed server has left. Raises `ConfigError` that names it."""
+def bind_path(path: str, mode: str = "") -> socket.socket:
+    """A listening Unix socket, in place of one that a killed server has left; `mode` is octal, '' for the umask's.
+
+    Raises `ConfigError` that names the path.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if is_abandoned(path):
             os.unlink(path)
         listener.bind(path)
+        if mode:
+            os.chmod(path, int(mode, 8))
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
