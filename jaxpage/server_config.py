@@ -4,6 +4,7 @@ In: what a user gives. Out: values checked on their own, and the API keys, which
 """
 
 import os
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one and prints it")
     uds: str | None = option(None, "path of a Unix socket to listen on, instead of host and port")
+    uds_mode: str = option(
+        "", "permissions of the Unix socket in octal, such as 660, for a proxy of another user; default: the umask's"
+    )
     root_path: str = option("", "prefix under which a proxy serves this server, and which it strips, such as /llm")
     ssl_certfile: str | None = option(None, "PEM file with the certificate chain; with it, the server speaks HTTPS")
     ssl_keyfile: str | None = option(None, "PEM file with the certificate's key, unless that is in ssl_certfile")
@@ -43,7 +47,7 @@ class ServerConfig:
         f"key that clients must send; others see it in the list of processes: prefer a file, or {API_KEY_VARIABLE}",
         secret=True,
     )
-    api_key_file: str | None = option(None, "file with such keys, one a line")
+    api_key_file: str | None = option(None, "file with such keys, one a line; lines that begin with # are comments")
     allowed_origins: tuple[str, ...] = option(("*",), "web pages of these origins may use the server; '' for none")
     allowed_methods: tuple[str, ...] = option(("*",), "methods that they may use")
     allowed_headers: tuple[str, ...] = option(("*",), "headers that they may send")
@@ -55,6 +59,18 @@ class ServerConfig:
     request_timeout: float | None = option(
         None, "seconds that a request may take in all, its wait included, before it gets a 504; default: no limit"
     )
+    heartbeat_interval: float = option(
+        15.0, "seconds of silence after which a stream sends a comment line, so that proxies keep it; 0 sends none"
+    )
+    max_connections: int | None = option(
+        None,
+        "most connections at once, others get a 503; default: as many as there are file descriptors for (ulimit -n)",
+    )
+    keep_alive_timeout: int = option(
+        120, "seconds that an idle connection is kept; longer than clients' pools do, so that they close first"
+    )
+    read_timeout: float = option(60.0, "seconds for a request's head, and between two pieces of its body")
+    write_timeout: float = option(60.0, "seconds that a client may read nothing of an answer before it is cut off")
     max_stored_responses: int = option(
         1000, "newest answers of /v1/responses kept in memory for previous_response_id; 0 keeps none"
     )
@@ -86,6 +102,10 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"{flag('port')} is {self.port}: it must be in [0, 65535]")
+        if self.uds is not None and not self.uds:
+            raise ConfigError(f"{flag('uds')} is empty: give a path, or leave it out")
+        if self.uds_mode and not re.fullmatch("0?[0-7]{3}", self.uds_mode):
+            raise ConfigError(f"{flag('uds_mode')} is {self.uds_mode!r}: it must be three octal digits, such as 660")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"{flag('root_path')} is {self.root_path!r}: it must start with / and not end with it")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
@@ -101,10 +121,15 @@ class ServerConfig:
         least: tuple[tuple[str, float], ...] = (
             ("max_request_bytes", 1),
             ("max_num_waiting", 0),
+            ("heartbeat_interval", 0),
+            ("max_connections", 1),
+            ("keep_alive_timeout", 1),
+            ("read_timeout", 0.1),
+            ("write_timeout", 0.1),
             ("max_stored_responses", 0),
         )
         for name, limit in least:
-            if (value := getattr(self, name)) is not None and value < limit:
+            if (value := getattr(self, name)) is not None and not value >= limit:
                 raise ConfigError(f"{flag(name)} is {value}: it must be at least {limit}")
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise ConfigError(f"{flag('request_timeout')} is {self.request_timeout}: it must be more than 0 seconds")
@@ -128,7 +153,7 @@ class ServerConfig:
                 lines = Path(self.api_key_file).read_text("utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"{flag('api_key_file')} {self.api_key_file} cannot be read: {error}") from error
-            found = {line.strip() for line in lines} - {""}
+            found = {key for line in lines if (key := line.strip()) and not key.startswith("#")}
             if not found:
                 raise ConfigError(f"{flag('api_key_file')} {self.api_key_file} holds no key: give it one a line")
             keys |= found

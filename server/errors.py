@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import EngineDeadError, RequestError
-from jaxpage.server.request_log import ANTHROPIC_PREFIX, record_of, route_path
+from jaxpage.server.request_log import record_of
 
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
@@ -76,7 +76,12 @@ class ApiError(Exception):
 
 def shutting_down() -> ApiError:
     """Why a request is refused, or ended early, once the server has been told to stop."""
-    return ApiError(503, "the server is shutting down: send the request to another one", code="shutting_down")
+    return ApiError(
+        503,
+        "the server is shutting down: send the request to another one",
+        code="shutting_down",
+        headers={"Connection": "close", "Retry-After": "1"},
+    )
 
 
 def describe(error: Exception) -> tuple[int, ErrorBody]:
@@ -119,8 +124,8 @@ def is_unexpected(error: Exception) -> bool:
 def error_response(error: Exception, request: Request) -> Response:
     """`error` as a whole HTTP response to `request`."""
     body: ErrorBody | AnthropicError
-    if route_path(request.scope).startswith(ANTHROPIC_PREFIX):
-        status, body = describe_to_anthropic(error, record_of(request).request_id)
+    if (record := record_of(request)).is_anthropic:
+        status, body = describe_to_anthropic(error, record.request_id)
     else:
         status, body = describe(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException | ApiError) else None

@@ -66,6 +66,11 @@ class Generation:
         return len(self._streams) * self._n
 
     @property
+    def is_running(self) -> bool:
+        """Whether the engine is not done with all prompts."""
+        return self._num_open > 0 and self._failure is None
+
+    @property
     def finish_reason(self) -> str | None:
         """Why its choices have ended, each reason once; None while one has not, or never will."""
         reasons = [reason for _, reason in self._progress.values() if reason is not None]

@@ -1,26 +1,20 @@
 """GET /openapi.json: what the server takes and gives, made from the same types that it reads and writes.
 
-In: the table below. Out: an OpenAPI 3.1 document, the same for every server but for the routes it has.
+In: the table of routes. Out: an OpenAPI 3.1 document, the same for every server but for the routes it has.
 """
 
 import functools
 import importlib.metadata
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jaxpage.server.anthropic import protocol as messages_protocol
-from jaxpage.server.errors import AnthropicError, ErrorBody
-from jaxpage.server.openai import responses_protocol
-from jaxpage.server.openai.chat_protocol import ChatChunk, ChatCompletion, ChatRequest
-from jaxpage.server.openai.embeddings import EmbeddingList, EmbeddingsRequest, ScoreList, ScoreRequest
-from jaxpage.server.openai.protocol import Completion, CompletionRequest, ModelRequest
-from jaxpage.server.vllm.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
+if TYPE_CHECKING:
+    from jaxpage.server.routes import ServedRoute
 
 _REF = "#/components/schemas/{name}"
 _MESSAGE = {
@@ -112,117 +106,19 @@ _HINTS: dict[str, dict[str, Any]] = {
 """What fields of requests may be beyond their types: the engine checks it, and words what is wrong."""
 
 
-class ModelCard(msgspec.Struct, kw_only=True):
-    """The model under one of its names."""
-
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "jaxpage"
-    root: str
-    """The model as the server was given it."""
-    max_model_len: int
-
-
-class ModelList(msgspec.Struct, kw_only=True):
-    """Answer of /v1/models."""
-
-    object: str = "list"
-    data: list[ModelCard]
-
-
-class Load(msgspec.Struct, kw_only=True):
-    """Answer of /load."""
-
-    server_load: int
-    """Requests that are open."""
-
-
-class Health(msgspec.Struct, kw_only=True):
-    """Answer of /health."""
-
-    status: str = "ok"
-
-
-class Version(msgspec.Struct, kw_only=True):
-    """Answer of /version."""
-
-    version: str
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One method of one path."""
-
-    method: str
-    path: str
-    summary: str
-    answer: Any
-    """Type of a whole answer."""
-    body: type[ModelRequest] | None = None
-    event: Any = None
-    """Type of a stream's events, or a union of types, where there are streams."""
-    error: type = ErrorBody
-
-
-OPERATIONS = (
-    Operation("post", "/v1/completions", "Complete prompts", Completion, CompletionRequest, Completion),
-    Operation("post", "/v1/chat/completions", "Answer in a chat", ChatCompletion, ChatRequest, ChatChunk),
-    Operation(
-        "post",
-        "/v1/responses",
-        "Answer, and remember the conversation",
-        responses_protocol.ResponseObject,
-        responses_protocol.ResponsesRequest,
-        responses_protocol.StreamEvent,
-    ),
-    Operation("get", "/v1/responses/{response_id}", "A stored response", responses_protocol.ResponseObject),
-    Operation("delete", "/v1/responses/{response_id}", "Forget a response", responses_protocol.DeletedResponse),
-    Operation(
-        "post",
-        "/v1/messages",
-        "Answer in Anthropic's protocol",
-        messages_protocol.Message,
-        messages_protocol.MessagesRequest,
-        messages_protocol.MessageEvent,
-        AnthropicError,
-    ),
-    Operation(
-        "post",
-        "/v1/messages/count_tokens",
-        "Count what a conversation would take",
-        messages_protocol.TokenCount,
-        messages_protocol.CountTokensRequest,
-        error=AnthropicError,
-    ),
-    Operation("get", "/v1/models", "The model under its names", ModelList),
-    Operation("get", "/v1/models/{model_id}", "The model under one name", ModelCard),
-    Operation("post", "/v1/embeddings", "Prompts as points in space", EmbeddingList, EmbeddingsRequest),
-    Operation("post", "/score", "How near texts are to each other", ScoreList, ScoreRequest),
-    Operation("post", "/v1/score", "The same", ScoreList, ScoreRequest),
-    Operation("post", "/tokenize", "Token ids of a prompt or a chat", Tokens, TokenizeRequest),
-    Operation("post", "/detokenize", "Text of token ids", Text, DetokenizeRequest),
-    Operation("get", "/health", "Whether a request would be served now", Health),
-    Operation("get", "/ping", "The same", Health),
-    Operation("post", "/ping", "The same", Health),
-    Operation("get", "/load", "How many requests are open", Load),
-    Operation("get", "/version", "The server's version", Version),
-)
-"""What is for everyone; /metrics, the page and the routes for operators are no part of the API."""
-
-
 async def openapi(request: Request) -> Response:
     """GET /openapi.json."""
-    return JSONResponse(document())
+    return JSONResponse(document(request.app.state.routes))
 
 
 @functools.cache
-def document() -> dict[str, Any]:
-    """The document; not to be changed."""
-    types = list(dict.fromkeys(found for one in OPERATIONS for found in _types_of(one)))
+def document(table: "tuple[ServedRoute, ...]") -> dict[str, Any]:
+    """The document of the routes that are documented; not to be changed."""
+    routes = [one for one in table if one.answer is not None]
+    types = list(dict.fromkeys(found for one in routes for found in _types_of(one)))
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     schema_of = dict(zip(types, schemas, strict=True))
-    for body in {one.body for one in OPERATIONS if one.body is not None}:
+    for body in {one.body for one in routes if one.body is not None}:
         properties = components[body.__name__]["properties"]
         for field in body.neutral.keys() & properties.keys():  # inherited, and refused
             del properties[field]
@@ -230,8 +126,8 @@ def document() -> dict[str, Any]:
             if (hint := _HINTS.get(f"{body.__name__}.{field}") or _HINTS.get(field)) is not None:
                 _narrow(schema, hint)
     paths: dict[str, dict[str, Any]] = {}
-    for one in OPERATIONS:
-        paths.setdefault(one.path, {})[one.method] = _operation(one, schema_of)
+    for one in routes:
+        paths.setdefault(one.path.replace(":path", ""), {})[one.method.lower()] = _operation(one, schema_of)
     return {
         "openapi": "3.1.0",
         "info": {"title": "jaxpage", "version": importlib.metadata.version("jaxpage")},
@@ -252,12 +148,12 @@ def _narrow(schema: dict[str, Any], hint: dict[str, Any]) -> None:
             variant.update(hint)
 
 
-def _types_of(one: Operation) -> list[Any]:
+def _types_of(one: "ServedRoute") -> list[Any]:
     body = [] if one.body is None else [one.body]
     return [one.answer, one.error, *body, *_events_of(one)]
 
 
-def _events_of(one: Operation) -> tuple[Any, ...]:
+def _events_of(one: "ServedRoute") -> tuple[Any, ...]:
     return () if one.event is None else typing.get_args(one.event) or (one.event,)
 
 
@@ -271,7 +167,7 @@ def _event(schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _operation(one: Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+def _operation(one: "ServedRoute", schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     contents: dict[str, Any] = {"application/json": {"schema": schema_of[one.answer]}}
     if events := _events_of(one):
         contents["text/event-stream"] = {"schema": _event([schema_of[event] for event in [*events, one.error]])}
@@ -285,7 +181,7 @@ def _operation(one: Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str
             },
         },
     }
-    if parameters := _parameters(one.path.split("/")):
+    if parameters := _parameters(one.path.replace(":path", "").split("/")):
         found["parameters"] = parameters
     if one.body is not None:
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[one.body]}}}

@@ -5,11 +5,12 @@ load nothing but these files and talk to nobody but this server.
 """
 
 import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
@@ -45,10 +46,15 @@ async def index(request: Request) -> Response:
     return FileResponse(FOLDER / "index.html", headers=HEADERS)
 
 
-def page_routes() -> list[BaseRoute]:
-    """The routes of one application; they share the snapshots that `/live` takes."""
-    return [
-        Route("/", index),
-        Route("/live", LiveView().answer),
-        Mount("/web", PageFiles(directory=FOLDER)),
-    ]
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The handlers of one application; its `live` shares the snapshots that it takes."""
+
+    index: Callable[[Request], Awaitable[Response]]
+    live: Callable[[Request], Awaitable[Response]]
+    files: StaticFiles
+
+
+def page_handlers() -> Page:
+    """New handlers."""
+    return Page(index, LiveView().answer, PageFiles(directory=FOLDER))

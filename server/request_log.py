@@ -22,13 +22,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
-UNLOGGED_PATHS = ("/health", "/ping", "/metrics", "/live", "/load", "/version", "/", "/web/")
-"""Asked again and again by machines, or by the page; those that end in / as prefixes, but for the page itself."""
 MAX_LOGGED_PATH = 200
-ANTHROPIC_PREFIX = "/v1/messages"
-"""Routes of Anthropic's protocol, which has its own name for the id's header and its own error object."""
 _SCOPE_KEY = "jaxpage.request"
 _ID = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Some of the server's paths."""
+
+    exact: frozenset[str] = frozenset()
+    prefixes: tuple[str, ...] = ()
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.exact or path.startswith(self.prefixes)
 
 
 @dataclass(slots=True)
@@ -37,6 +44,8 @@ class RequestRecord:
 
     request_id: str
     """The client's own, if it is printable ASCII of up to 128 characters, or a new one."""
+    is_anthropic: bool
+    """Whether errors, and the id's header, are in Anthropic's words."""
     started: float = field(default_factory=time.perf_counter)
     generation: "Generation | None" = None
     """What it generates, if it does."""
@@ -45,8 +54,9 @@ class RequestRecord:
 class RequestLog:
     """Middleware that gives requests their record, and logs them."""
 
-    def __init__(self, app: ASGIApp, *, enabled: bool) -> None:
+    def __init__(self, app: ASGIApp, *, enabled: bool, unlogged: Paths, anthropic: Paths) -> None:
         self._app = app
+        self._unlogged, self._anthropic = unlogged, anthropic
         self._enabled = enabled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,11 +64,11 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(_request_id(scope))
-        scope[_SCOPE_KEY] = record
         path = route_path(scope)
-        is_logged = self._enabled and not _is_unlogged(path)
-        header = "Request-Id" if path.startswith(ANTHROPIC_PREFIX) else REQUEST_ID_HEADER
+        record = RequestRecord(_request_id(scope), path in self._anthropic)
+        scope[_SCOPE_KEY] = record
+        is_logged = self._enabled and path not in self._unlogged
+        header = "Request-Id" if record.is_anthropic else REQUEST_ID_HEADER
         status = 500  # of an exception that passes by here
 
         async def send_with_id(message: Message) -> None:
@@ -91,10 +101,6 @@ def route_path(scope: Scope) -> str:
     """The path without the prefix under which a proxy serves us."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
-
-
-def _is_unlogged(path: str) -> bool:
-    return any(path == one or (one.endswith("/") and one != "/" and path.startswith(one)) for one in UNLOGGED_PATHS)
 
 
 def _line(scope: Scope, record: RequestRecord, status: int) -> dict[str, Any]:

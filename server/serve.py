@@ -29,7 +29,7 @@ from jaxpage.config import EngineConfig
 from jaxpage.errors import ConfigError, JaxpageError
 from jaxpage.server.app import build_app
 from jaxpage.server.service import Service
-from jaxpage.server.turnstile import QueuedProtocol, Turnstile
+from jaxpage.server.turnstile import ConnectionLimits, QueuedProtocol, Turnstile
 from jaxpage.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -39,11 +39,10 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
-KEEP_ALIVE_SECONDS = 60
-"""How long an idle connection is kept; longer than clients' pools do, so that they close first."""
 COLLECTOR_THRESHOLDS = (700, 2, 500)
 """The middle generation is looked through in pieces of 3 ms and not 15, and all of it a fiftieth as often: 500 open
 requests take 50 ms and, when they have ended, leave no cycles."""
+IDLE_POLL_SECONDS = 0.02
 FLUSH_SECONDS = 0.5
 """How long a client may take to read the end of a response that was ended for it."""
 
@@ -71,7 +70,7 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
         with contextlib.closing(bind(config.host, config.port)) as listener:
             yield listener
         return
-    with contextlib.closing(bind_path(config.uds)) as listener:
+    with contextlib.closing(bind_path(config.uds, config.uds_mode)) as listener:
         try:
             yield listener
         finally:
@@ -90,13 +89,18 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def bind_path(path: str) -> socket.socket:
-    """A listening Unix socket, in place of one that a killed server has left. Raises `ConfigError` that names it."""
+def bind_path(path: str, mode: str = "") -> socket.socket:
+    """A listening Unix socket, in place of one that a killed server has left; `mode` is octal, '' for the umask's.
+
+    Raises `ConfigError` that names the path.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if is_abandoned(path):
             os.unlink(path)
         listener.bind(path)
+        if mode:
+            os.chmod(path, int(mode, 8))
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
@@ -119,15 +123,16 @@ def is_abandoned(path: str) -> bool:
 async def run(engine: "AsyncEngine", listener: socket.socket, server_config: ServerConfig) -> int:
     """Load `engine`, serve it on `listener`, stop both; returns the exit code."""
     app = build_app(engine, server_config)
+    limits = ConnectionLimits(server_config.read_timeout, server_config.write_timeout, server_config.max_connections)
     config = uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", functools.partial(QueuedProtocol, Turnstile())),
+        http=cast("type[asyncio.Protocol]", functools.partial(QueuedProtocol, Turnstile(), limits)),
         log_config=None,
         log_level="warning",
         access_log=False,
         lifespan="off",
         backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=server_config.keep_alive_timeout,
         ws="none",
         root_path=server_config.root_path,
         **server_config.tls_options(),
@@ -184,15 +189,23 @@ async def stop(
 ) -> None:
     """Refuse new requests, give the running ones `grace` seconds or until a signal, then end them."""
     service.draining = True
-    server.should_exit = True
     again = asyncio.create_task(signalled.get())
-    await asyncio.wait({serving, again}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+    idle = asyncio.create_task(_idle(server))
+    await asyncio.wait({serving, again, idle}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+    idle.cancel()
     again.cancel()
+    server.should_exit = True
     service.end_open_requests()
     await asyncio.wait({serving}, timeout=FLUSH_SECONDS)
     for connection in tuple(server.server_state.connections):  # of clients that do not read
         connection.transport.abort()
     await asyncio.wait({serving}, timeout=FLUSH_SECONDS)
+
+
+async def _idle(server: "Server") -> None:
+    """Returns once no request is open; until then new connections are taken, and told that the server stops."""
+    while server.server_state.tasks:
+        await asyncio.sleep(IDLE_POLL_SECONDS)
 
 
 class Server(uvicorn.Server):

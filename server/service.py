@@ -119,7 +119,7 @@ class Service:
         if (most := self.config.max_num_waiting) is None:
             return
         places = self.engine.max_num_seqs + most
-        if sum(generation.num_choices for generation in self.open_generations) >= places:
+        if self._num_unfinished() >= places:
             raise ApiError(
                 429,
                 f"{self.engine.max_num_seqs} sequences run at once, {most} more may wait, and all places are taken: "
@@ -127,6 +127,14 @@ class Service:
                 code="rate_limit_exceeded",
                 headers={"Retry-After": RETRY_AFTER_SECONDS},
             )
+
+    def must_wait(self, generation: Generation) -> bool:
+        """Whether others fill all places, so that the generation, just admitted, begins only when they end."""
+        return self._num_unfinished() - generation.num_choices >= self.engine.max_num_seqs
+
+    def _num_unfinished(self) -> int:
+        """Sequences that run or wait; an answer that is done and still being read holds no place."""
+        return sum(one.num_choices for one in self.open_generations if one.is_running)
 
     def end_open_requests(self) -> None:
         """End what is still running with a 503, in a stream with an error event: the server's time is up."""

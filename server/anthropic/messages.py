@@ -1,17 +1,16 @@
 """/v1/messages: Anthropic's protocol, for clients that speak it."""
 
-import functools
 import itertools
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxpage.errors import RequestError
 from jaxpage.outputs import SequenceDelta
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.server.answer import Choice, choice_of, start
+from jaxpage.server.answer import Answer, Asked, Choice, choice_of, named_frames
 from jaxpage.server.anthropic.message_blocks import Blocks
 from jaxpage.server.anthropic.protocol import (
     CountTokensRequest,
@@ -27,12 +26,11 @@ from jaxpage.server.anthropic.protocol import (
     TokenCount,
 )
 from jaxpage.server.conversation import converse
-from jaxpage.server.errors import AnthropicError, describe_to_anthropic
+from jaxpage.server.errors import describe_to_anthropic
 from jaxpage.server.generation import Generation
 from jaxpage.server.parsing.splitter import Splitter
 from jaxpage.server.request_log import record_of
 from jaxpage.server.service import encode, read_request, service_of
-from jaxpage.server.sse import event_response, named_frames, whole_response
 
 
 async def create_message(http_request: Request) -> Response:
@@ -42,41 +40,12 @@ async def create_message(http_request: Request) -> Response:
     chat = request.chat()
     params = request.engine_params(request.max_tokens, service.engine.max_model_len)
     conversation = await encode(body, lambda: converse(service.engine, service.dialect, chat, params))
-    try:
-        generation = await start(http_request, request, [conversation.token_ids], conversation.params, "msg")
-    except RequestError as error:
-        raise conversation.as_client_error(error) from error
-    splitter = conversation.splitter()
     request_id = record_of(http_request).request_id
-    head = Message(
-        id=f"msg_{request_id}",
-        model=service.model_name,
-        content=[],
-        stop_reason=None,
-        stop_sequence=None,
-        usage=_usage(generation),
+    asked = Asked.of(
+        request, f"msg-{request_id}", [conversation.token_ids], conversation.params, conversation.as_client_error
     )
-    if request.stream:
-        last_after = functools.partial(_error_event, request_id)
-        frames = named_frames(_events(generation, head, request.max_tokens, splitter), last_after)
-        return await event_response(http_request, generation, frames)
-
-    def reply(outputs: list[tuple[int, SequenceDelta]]) -> msgspec.Struct:
-        [(index, output)] = outputs
-        choice, usage = choice_of(generation, index, output), _usage(generation)
-        blocks = Blocks()
-        for _ in itertools.chain(blocks.take(splitter.split(choice.text)), blocks.finish()):
-            pass
-        stop = _stop(choice, usage, request.max_tokens, splitter)
-        return msgspec.structs.replace(
-            head,
-            content=blocks.blocks,
-            stop_reason=stop.stop_reason,
-            stop_sequence=stop.stop_sequence,
-            usage=usage,
-        )
-
-    return await whole_response(http_request, generation, reply)
+    words = _Words(request_id, service.model_name, request.max_tokens, conversation.splitter())
+    return Answer(http_request, asked, words.reply, words.frames if request.stream else None)
 
 
 async def count_tokens(http_request: Request) -> Response:
@@ -88,26 +57,56 @@ async def count_tokens(http_request: Request) -> Response:
     return Response(msgspec.json.encode(count), media_type="application/json")
 
 
-async def _events(
-    generation: Generation, head: Message, max_tokens: int, splitter: Splitter
-) -> AsyncIterator[MessageEvent]:
-    yield MessageStart(message=msgspec.structs.replace(head, usage=_usage(generation)))
-    blocks = Blocks()
-    choice: Choice | None = None
-    async for index, output in generation.updates():
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """One message while it comes into being."""
+
+    request_id: str
+    model_name: str
+    max_tokens: int
+    splitter: Splitter
+    blocks: Blocks = field(default_factory=Blocks)
+
+    def reply(self, generation: Generation, outputs: list[tuple[int, SequenceDelta]]) -> Message:
+        """The whole message."""
+        [(index, output)] = outputs
         choice = choice_of(generation, index, output)
-        for event in blocks.take(splitter.feed(choice.text)):
+        for _ in itertools.chain(self.blocks.take(self.splitter.split(choice.text)), self.blocks.finish()):
+            pass
+        message = self._head(generation)
+        stop = _stop(choice, message.usage, self.max_tokens, self.splitter)
+        return msgspec.structs.replace(
+            message, content=self.blocks.blocks, stop_reason=stop.stop_reason, stop_sequence=stop.stop_sequence
+        )
+
+    def frames(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The stream's events under their names."""
+        return named_frames(self._events(generation), lambda error: describe_to_anthropic(error, self.request_id)[1])
+
+    async def _events(self, generation: Generation) -> AsyncIterator[MessageEvent]:
+        await generation.started()  # only then is known how much of the prompt was cached
+        yield MessageStart(message=self._head(generation))
+        choice: Choice | None = None
+        async for index, output in generation.updates():
+            choice = choice_of(generation, index, output)
+            for event in self.blocks.take(self.splitter.feed(choice.text)):
+                yield event
+        assert choice is not None, "a generation without updates raises"
+        for event in itertools.chain(self.blocks.take(self.splitter.finish()), self.blocks.finish()):
             yield event
-    assert choice is not None, "a generation without updates raises"
-    for event in itertools.chain(blocks.take(splitter.finish()), blocks.finish()):
-        yield event
-    usage = _usage(generation)
-    yield MessageDelta(delta=_stop(choice, usage, max_tokens, splitter), usage=usage)
-    yield MessageStop()
+        usage = _usage(generation)
+        yield MessageDelta(delta=_stop(choice, usage, self.max_tokens, self.splitter), usage=usage)
+        yield MessageStop()
 
-
-def _error_event(request_id: str, error: Exception) -> AnthropicError:
-    return describe_to_anthropic(error, request_id)[1]
+    def _head(self, generation: Generation) -> Message:
+        return Message(
+            id=f"msg_{self.request_id}",
+            model=self.model_name,
+            content=[],
+            stop_reason=None,
+            stop_sequence=None,
+            usage=_usage(generation),
+        )
 
 
 def _usage(generation: Generation) -> MessageUsage:

@@ -7,8 +7,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxpage.errors import RequestError
-from jaxpage.server.answer import Choice, Form, answer
+from jaxpage.server.answer import Choice
 from jaxpage.server.conversation import Conversation, converse
 from jaxpage.server.openai.chat_protocol import (
     ChatChoice,
@@ -23,6 +22,7 @@ from jaxpage.server.openai.chat_protocol import (
     ToolCall,
     ToolCallDelta,
 )
+from jaxpage.server.openai.form import Form, answer
 from jaxpage.server.openai.logprobs import of_prompt
 from jaxpage.server.parsing.splitter import CallDelta, Delta, Splitter
 from jaxpage.server.service import encode, read_request, service_of
@@ -34,10 +34,14 @@ async def chat_completions(http_request: Request) -> Response:
     service = service_of(http_request)
     conversation = await encode(body, lambda: converse(service.engine, service.dialect, request))
     form = _form(conversation, request.top_logprobs or 0)
-    try:
-        return await answer(http_request, request, [conversation.token_ids], conversation.params, form)
-    except RequestError as error:
-        raise conversation.as_client_error(error) from error
+    return answer(
+        http_request,
+        request,
+        [conversation.token_ids],
+        conversation.params,
+        form,
+        as_client_error=conversation.as_client_error,
+    )
 
 
 def _form(conversation: Conversation, num_top: int) -> Form:

@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import RequestError
-from jaxpage.server.answer import Choice, Form, answer
+from jaxpage.server.answer import Choice
+from jaxpage.server.openai.form import Form, answer
 from jaxpage.server.openai.logprobs import ScoredTokens, of_prompt
 from jaxpage.server.openai.protocol import Completion, CompletionChoice, CompletionRequest, Usage
 from jaxpage.server.service import encode, read_request, service_of
@@ -49,7 +50,7 @@ async def completions(http_request: Request) -> Response:
             request.num_generated,
             request.only_echo,
         )
-    return await answer(http_request, request, token_ids, params, _form(request, echo))
+    return answer(http_request, request, token_ids, params, _form(request, echo))
 
 
 def split_prompts(prompt: str | list[str | int | list[int]], field: str = "prompt") -> list[str] | list[list[int]]:

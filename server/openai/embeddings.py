@@ -3,8 +3,6 @@
 In: texts or token ids. Out: the served model's final hidden states, pooled; or the cosine of the angle between two.
 """
 
-import asyncio
-import contextlib
 import math
 import sys
 import time
@@ -20,14 +18,13 @@ from starlette.responses import Response
 from jaxpage.errors import RequestError
 from jaxpage.outputs import SequenceDelta
 from jaxpage.sampling_params import PoolingParams
-from jaxpage.server.generation import unless_disconnected
+from jaxpage.server.answer import Answer, Asked
+from jaxpage.server.generation import Generation
 from jaxpage.server.openai.completions import split_prompts
 from jaxpage.server.openai.protocol import NEUTRAL, Int64, ModelRequest, Neutral
 from jaxpage.server.request_log import record_of
 from jaxpage.server.service import encode, read_request, service_of
 
-FEW_PROMPTS = 8
-"""An answer about more of them is written in a thread, so that others do not wait for it."""
 MAX_PROMPTS = 2048
 """Most prompts of one request, as OpenAI has it."""
 
@@ -180,7 +177,7 @@ async def _answer(
 
     field: which one the prompts came from, if it was one.
     """
-    record, service = record_of(http_request), service_of(http_request)
+    service = service_of(http_request)
     if len(prompts) > MAX_PROMPTS:
         raise RequestError(f"{len(prompts)} texts: at most {MAX_PROMPTS} in one request", field)
     special = request.add_special_tokens is not False
@@ -189,27 +186,25 @@ async def _answer(
         return [service.engine.encode(p, special) if isinstance(p, str) else p for p in prompts]
 
     token_ids = await encode(body, encode_prompts)
-    try:
-        generation = record.generation = service.admit(
-            f"{id_prefix}-{record.request_id}",
-            token_ids,
-            params,
-            priority=request.priority or 0,
-            cache_salt=request.cache_salt,
-        )
-    except RequestError as error:
-        raise RequestError(str(error), field if error.param == "prompt" else error.param) from error
 
-    def whole(outputs: Sequence[tuple[int, SequenceDelta]]) -> bytes:
+    def as_client_error(error: RequestError) -> RequestError:
+        return RequestError(str(error), field if error.param == "prompt" else error.param)
+
+    asked = Asked(
+        f"{id_prefix}-{record_of(http_request).request_id}",
+        token_ids,
+        params,
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt,
+        as_client_error=as_client_error,
+    )
+
+    def reply_of(generation: Generation, outputs: Sequence[tuple[int, SequenceDelta]]) -> msgspec.Struct:
         num_tokens = generation.usage.prompt_tokens
         vectors = [output.embedding or [] for _, output in outputs]
-        return msgspec.json.encode(reply(vectors, PromptUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)))
+        return reply(vectors, PromptUsage(prompt_tokens=num_tokens, total_tokens=num_tokens))
 
-    with contextlib.closing(generation):
-        outputs = await unless_disconnected(http_request.receive, generation.finished())
-        # In a thread: thousands of vectors are millions of numbers to write.
-        content = await asyncio.to_thread(whole, outputs) if len(outputs) > FEW_PROMPTS else whole(outputs)
-    return Response(content, media_type="application/json")
+    return Answer(http_request, asked, reply_of)
 
 
 def in_base64(vector: Sequence[float]) -> str:

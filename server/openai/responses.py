@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from jaxpage.errors import RequestError
 from jaxpage.outputs import SequenceDelta
-from jaxpage.server.answer import Choice, choice_of, start
+from jaxpage.server.answer import Answer, Asked, Choice, choice_of, named_frames
 from jaxpage.server.conversation import converse
 from jaxpage.server.errors import describe
 from jaxpage.server.generation import Generation
@@ -39,8 +39,8 @@ from jaxpage.server.openai.responses_protocol import (
     TopTextLogprob,
 )
 from jaxpage.server.parsing.splitter import Splitter
+from jaxpage.server.request_log import record_of
 from jaxpage.server.service import Service, encode, read_request, service_of
-from jaxpage.server.sse import event_response, named_frames, whole_response
 
 _DEFAULT_TEMPERATURE, _DEFAULT_TOP_P = 1.0, 1.0
 
@@ -59,23 +59,15 @@ async def create_response(http_request: Request) -> Response:
     chat = request.chat([*asked, *messages])
     params = request.engine_params(request.max_output_tokens, service.engine.max_model_len)
     conversation = await encode(body, lambda: converse(service.engine, service.dialect, chat, params))
-    try:
-        generation = await start(http_request, request, [conversation.token_ids], conversation.params, "resp")
-    except RequestError as error:
-        raise conversation.as_client_error(error) from error
+    wanted = Asked.of(
+        request,
+        f"resp-{record_of(http_request).request_id}",
+        [conversation.token_ids],
+        conversation.params,
+        conversation.as_client_error,
+    )
     turn = _Turn(request, service, messages, len(body), conversation.splitter())
-    if request.stream:
-        frames = named_frames(turn.events(generation), turn.failed)
-        return await event_response(http_request, generation, frames)
-
-    def reply(outputs: list[tuple[int, SequenceDelta]]) -> msgspec.Struct:
-        [(index, output)] = outputs
-        choice = choice_of(generation, index, output)
-        for _ in turn.grow(choice):
-            pass
-        return turn.ended(choice, generation.usage)
-
-    return await whole_response(http_request, generation, reply)
+    return Answer(http_request, wanted, turn.reply, turn.frames if request.stream else None)
 
 
 async def get_response(http_request: Request) -> Response:
@@ -148,7 +140,19 @@ class _Turn:
         response = self._response("failed", error=ResponseError(code=code, message=body.error.message))
         return ResponseEvent(type="response.failed", sequence_number=self._next(), response=response)
 
-    async def events(self, generation: Generation) -> AsyncIterator[StreamEvent]:
+    def reply(self, generation: Generation, outputs: list[tuple[int, SequenceDelta]]) -> ResponseObject:
+        """The whole response."""
+        [(index, output)] = outputs
+        choice = choice_of(generation, index, output)
+        for _ in self.grow(choice):
+            pass
+        return self.ended(choice, generation.usage)
+
+    def frames(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The stream's events under their names."""
+        return named_frames(self._events(generation), self.failed)
+
+    async def _events(self, generation: Generation) -> AsyncIterator[StreamEvent]:
         """The stream: the response begins, its items come one after the other, and it ends."""
         begun = self._response("in_progress")
         yield ResponseEvent(type="response.created", sequence_number=self._next(), response=begun)

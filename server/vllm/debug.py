@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from jaxpage.errors import RequestError
 from jaxpage.server.errors import ApiError
@@ -103,16 +102,3 @@ async def profile(request: Request) -> Response:
     folder = tempfile.mkdtemp(prefix="jaxpage-profile-")
     await engine.profile(seconds, folder)
     return JSONResponse({"folder": folder})
-
-
-DEBUG_ROUTES = (
-    Route("/debug/kv_cache", kv_cache),
-    Route("/debug/profile", profile, methods=["POST"]),
-    Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
-    Route("/pause", pause, methods=["POST"]),
-    Route("/resume", resume, methods=["POST"]),
-    Route("/is_paused", is_paused),
-    Route("/sleep", sleep, methods=["POST"]),
-    Route("/wake_up", wake_up, methods=["POST"]),
-    Route("/is_sleeping", is_sleeping),
-)

@@ -71,9 +71,15 @@ def test_a23_each_key_is_good_as_openais_and_as_anthropics_clients_send_it(heade
     assert ask("GET", "/v1/models", headers).status_code == 200
 
 
+def test_a_page_may_ask_whether_it_may_use_a_server_in_a_private_network() -> None:
+    answer = ask("OPTIONS", "/v1/completions", {**PREFLIGHT, "Access-Control-Request-Private-Network": "true"})
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-private-network"] == "true"
+
+
 def test_keys_come_from_options_file_and_environment(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("one\n\n two \n")
+    file.write_text("# who has which: none of this is a key\none\n\n two \n  # two again\n")
     config = ServerConfig(api_key=("zero",), api_key_file=str(file))
     assert config.api_keys({"JAXPAGE_API_KEY": "three, four,"}) == {"zero", "one", "two", "three", "four"}
     assert ServerConfig().api_keys({}) == set()

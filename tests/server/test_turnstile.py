@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.server.turnstile import MAX_HEAD_BYTES, QueuedProtocol, Turnstile
+from jaxpage.server.turnstile import MAX_HEAD_BYTES, ConnectionLimits, QueuedProtocol, Turnstile
 
 
 def test_a_burst_is_let_in_one_per_turn_and_in_its_order() -> None:
@@ -90,10 +90,10 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def site() -> AsyncIterator[Site]:
+async def site(limits: ConnectionLimits | None = None) -> AsyncIterator[Site]:
     turnstile = Shut()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        http: Any = functools.partial(QueuedProtocol, turnstile)
+        http: Any = functools.partial(QueuedProtocol, turnstile, limits)
         config = uvicorn.Config("", interface="asgi3", http=http, log_config=None, lifespan="off", ws="none")
         here = Site(listener.getsockname()[1], uvicorn.Server(config), turnstile)
         config.app = here.app
@@ -221,5 +221,77 @@ def test_who_has_left_is_let_in_without_harm() -> None:
             here.turnstile.line[0]()
             await asyncio.sleep(0)
             assert here.seen == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("begins", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nContent-Length: 5\r\n\r\nab"])
+def test_a_client_that_stops_sending_is_cut_off(begins: bytes) -> None:
+    """Before a head, in a head, or in a body."""
+
+    async def run() -> None:
+        async with site(ConnectionLimits(read_timeout=0.05)) as here:
+            reader, writer = await here.connect()
+            writer.write(begins)
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), 30)
+
+    asyncio.run(run())
+
+
+def test_a_client_that_reads_nothing_is_cut_off() -> None:
+    async def run() -> None:
+        async with site(ConnectionLimits(write_timeout=0.05)) as here:
+            left = asyncio.Event()
+
+            async def flood(scope: Scope, receive: Receive, send: Send) -> None:
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                while (await_disconnect := asyncio.ensure_future(receive())) and not left.is_set():
+                    piece = {"type": "http.response.body", "body": b"x" * 2**20, "more_body": True}
+                    await send(piece)
+                    await asyncio.sleep(0)
+                    if await_disconnect.done() and await_disconnect.result()["type"] == "http.disconnect":
+                        left.set()
+
+            here.app = flood  # type: ignore[method-assign]
+            here.server.config.loaded_app = flood
+            _, writer = await here.connect()
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+            await asyncio.wait_for(left.wait(), 30)
+
+    asyncio.run(run())
+
+
+def test_a_connection_too_many_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with site(ConnectionLimits(max_connections=1)) as here:
+            first = await here.connect()
+            second, _ = await here.connect()
+            assert (await asyncio.wait_for(second.read(), 30)).startswith(b"HTTP/1.1 503 ")
+            first[1].write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert await answer_of(first[0]) == 0
+
+    QueuedProtocol.last_refusal = -float("inf")
+    asyncio.run(run())
+    assert "--max-connections" in caplog.text
+
+
+def test_a_client_of_http_1_0_gets_a_stream_without_chunks() -> None:
+    async def run() -> None:
+        async with site() as here:
+
+            async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                for piece in (b"data: 1\n\n", b"data: 2\n\n"):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+
+            here.server.config.loaded_app = stream
+            reader, writer = await here.connect()
+            writer.write(b"GET / HTTP/1.0\r\nHost: here\r\n\r\n")
+            head, _, body = (await asyncio.wait_for(reader.read(), 30)).partition(b"\r\n\r\n")
+            assert b"chunked" not in head.lower()
+            assert body == b"data: 1\n\ndata: 2\n\n"
 
     asyncio.run(run())
