@@ -317,9 +317,9 @@ class EngineCore:
             for work in (*request.awaited, *([mask] if mask is not None else [])):
                 if work.done() and (error := work.exception()) is not None:
                     logger.warning("request %s fails: %s", request.request_id, error)
+                    names = [it.request_id for it in (request, *(request.forks if request.awaited else ()))]
                     self.abort(request.request_id)
-                    others = [it.request_id for it in request.forks if request.awaited]
-                    failed += [TokenOutput(name, [], "error") for name in (request.request_id, *others)]
+                    failed += [TokenOutput(name, [], "error") for name in names]
                     break
             else:
                 if request.constraint is not None or not request.can_begin:

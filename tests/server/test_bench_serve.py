@@ -135,10 +135,11 @@ def test_the_watch_goes_on_over_a_new_connection_where_the_server_closes_idle_on
 
 
 def test_the_watch_says_what_went_wrong() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        host, port = server.getsockname()
-    with pytest.raises(ConfigError, match="ConnectionRefusedError"), watched(f"http://{host}:{port}"):
-        pass
+    with socket.socket() as nobody_listens:
+        nobody_listens.bind(("127.0.0.1", 0))
+        host, port = nobody_listens.getsockname()
+        with pytest.raises(ConfigError, match="ConnectionRefusedError"), watched(f"http://{host}:{port}"):
+            pass
 
 
 class Offline:
