@@ -1,8 +1,9 @@
-"""The README's examples, run as they stand there."""
+"""The examples in the README and in docs/, run as they stand there; every link leads somewhere."""
 
 import dataclasses
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,11 +12,14 @@ from pathlib import Path
 import pytest
 from server_process import server_process
 
+from jaxpage import cli
 from jaxpage.config import EngineConfig, flag
 from jaxpage.options import read_config_file
 from jaxpage.server_config import ServerConfig
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+README = "\n".join(page.read_text() for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))))
 GUARD_SECONDS = 400.0
 
 
@@ -39,9 +43,10 @@ def run_python(code: str, *arguments: str) -> str:
 
 
 def test_the_offline_examples_complete_chat_and_search() -> None:
-    examples = [block for block in blocks("python") if "llm." in block]
-    printed = run_python("\n".join(examples), "-c")
-    assert "Paris" in printed
+    first, *others = [block for block in blocks("python") if "llm." in block or "AsyncEngine" in block]
+    assert "llm = LLM(" in first
+    printed = run_python("\n".join([first, *others]), "-c")
+    assert printed.count("Paris") >= 3
 
 
 def test_the_clients_examples_get_an_answer(url: str) -> None:
@@ -63,7 +68,7 @@ def test_the_config_files_example_holds_only_options(tmp_path: Path) -> None:
 
 
 def test_every_option_of_the_server_that_is_told_exists() -> None:
-    section = README.split("## Running a server")[1].split("## Python")[0]
+    section = (ROOT / "docs" / "serving.md").read_text().split("## Running a server")[1]
     known = {flag(field.name) for config in (EngineConfig, ServerConfig) for field in dataclasses.fields(config)}
     told = {re.sub("^--no-", "--", name) for name in re.findall(r"`(--[a-z-]+)", section)}
     assert len(told) > 10
@@ -103,3 +108,52 @@ def test_the_shell_example_generates() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors, as GitHub makes them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_or_a_heading(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in headings(file), f"{page.name} links to {target}"
+
+
+def test_the_readme_is_short_enough_to_finish_and_leads_to_every_page() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 250
+    assert {page.name for page in ROOT.glob("docs/*.md")} <= {
+        Path(link).name for link in re.findall(r"\]\(([^)\s]+)\)", text)
+    }
+
+
+def test_every_block_of_code_is_run_or_is_of_a_kind_that_is_not() -> None:
+    kinds = re.findall(r"^```(\w*)$", README, flags=re.MULTILINE)
+    assert {kind for kind in kinds if kind} <= {"python", "bash", "sh", "yaml", "text"}
+    assert len(blocks("bash")) == 2
+    assert len(blocks("yaml")) == 1
+    run = [
+        "llm.",
+        "AsyncEngine",
+        "stream = client.chat",
+        "responses.create",
+        "messages.stream",
+        "tool_calls",
+        "embeddings.create",
+    ]
+    assert [block for block in blocks("python") if not any(words in block for words in run)] == []
+
+
+@pytest.mark.parametrize("command", blocks("sh"))
+def test_a_command_that_serves_for_ever_has_options_that_exist(command: str) -> None:
+    (line,) = [line for line in command.splitlines() if "jaxpage" in line]
+    words = shlex.split(line[line.index("jaxpage ") :])
+    assert cli._parser().parse_args(words[1:]).model_argument
