@@ -141,13 +141,13 @@ async def run(engine: "AsyncEngine", listener: socket.socket, server_config: Ser
     with signals() as signalled:
         try:
             serving = asyncio.create_task(server.serve(sockets=[listener]))
-            told = asyncio.create_task(signalled.get())
+            stopping = asyncio.create_task(signalled.get())
             failing = asyncio.create_task(
                 run_engine(app.state.service, url_of(listener, server_config), server_config.uds)
             )
-            await asyncio.wait({serving, told, failing}, return_when=asyncio.FIRST_COMPLETED)
-            if told.done():
-                logger.info("%s: running requests have %g s", told.result(), server_config.shutdown_timeout)
+            await asyncio.wait({serving, stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                logger.info("%s: running requests have %g s", stopping.result(), server_config.shutdown_timeout)
                 await stop(server, serving, app.state.service, signalled, server_config.shutdown_timeout)
                 return 0
             if serving.done() and (error := serving.exception()) is not None:
@@ -155,9 +155,9 @@ async def run(engine: "AsyncEngine", listener: socket.socket, server_config: Ser
             await stop(server, serving, app.state.service, signalled, FLUSH_SECONDS)
             return 1
         finally:
-            for task in (serving, told, failing):
+            for task in (serving, stopping, failing):
                 task.cancel()
-            await asyncio.gather(serving, told, failing, return_exceptions=True)
+            await asyncio.gather(serving, stopping, failing, return_exceptions=True)
             await engine.close()
 
 

@@ -222,20 +222,20 @@ def own_server(options: dict[str, Any]) -> Iterator[str]:
     flags = [_given(name, value) for name, value in options.items()]
     command = [sys.executable, "-m", "jaxpage", "serve", "--port=0", "--no-log-requests", *flags]
     lines: list[str] = []
-    told = threading.Event()
+    announced = threading.Event()
 
     def read() -> None:
         for line in process.stdout or ():
             lines.append(line)
             if line.startswith("ready: "):
-                told.set()
-        told.set()
+                announced.set()
+        announced.set()
 
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         reader = threading.Thread(target=read)
         reader.start()
         try:
-            told.wait(_START_SECONDS)
+            announced.wait(_START_SECONDS)
             found = re.search(r"^ready: .* at (http\S+)/v1", "".join(lines), re.MULTILINE)
             if found is None:
                 raise ConfigError(f"the server did not start: {(lines or ['it said nothing'])[-1].strip()}")

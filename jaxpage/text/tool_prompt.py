@@ -42,6 +42,6 @@ def _with_instructions(messages: list[dict[str, Any]], tools: Sequence[Mapping[s
     for index, message in enumerate(messages):
         if message["role"] in ("system", "user"):
             order = (message["content"], text) if message["role"] == "system" else (text, message["content"])
-            told = {**message, "content": "\n\n".join(filter(None, order))}
-            return [*messages[:index], told, *messages[index + 1 :]]
+            informed = {**message, "content": "\n\n".join(filter(None, order))}
+            return [*messages[:index], informed, *messages[index + 1 :]]
     return [{"role": "user", "content": text}, *messages]

@@ -25,9 +25,9 @@ from jaxpage.server.anthropic.protocol import (
     StopReason,
     TokenCount,
 )
-from jaxpage.server.conversation import converse
 from jaxpage.server.errors import describe_to_anthropic
 from jaxpage.server.generation import Generation
+from jaxpage.server.parsing.conversation import converse
 from jaxpage.server.parsing.splitter import Splitter
 from jaxpage.server.request_log import record_of
 from jaxpage.server.service import encode, read_request, service_of

@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.server.answer import Choice
-from jaxpage.server.conversation import Conversation, converse
 from jaxpage.server.openai.chat_protocol import (
     ChatChoice,
     ChatChunk,
@@ -24,6 +23,7 @@ from jaxpage.server.openai.chat_protocol import (
 )
 from jaxpage.server.openai.form import Form, answer
 from jaxpage.server.openai.logprobs import of_prompt
+from jaxpage.server.parsing.conversation import Conversation, converse
 from jaxpage.server.parsing.splitter import CallDelta, Delta, Splitter
 from jaxpage.server.service import encode, read_request, service_of
 

@@ -16,7 +16,6 @@ from starlette.responses import Response
 from jaxpage.errors import RequestError
 from jaxpage.outputs import SequenceDelta
 from jaxpage.server.answer import Answer, Asked, Choice, choice_of, named_frames
-from jaxpage.server.conversation import converse
 from jaxpage.server.errors import describe
 from jaxpage.server.generation import Generation
 from jaxpage.server.openai.logprobs import ScoredTokens
@@ -38,6 +37,7 @@ from jaxpage.server.openai.responses_protocol import (
     TextLogprob,
     TopTextLogprob,
 )
+from jaxpage.server.parsing.conversation import converse
 from jaxpage.server.parsing.splitter import Splitter
 from jaxpage.server.request_log import record_of
 from jaxpage.server.service import Service, encode, read_request, service_of

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable
 
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.server.conversation import Conversation
+from jaxpage.server.parsing.conversation import Conversation
 from jaxpage.server.parsing.reasoning import REASONING_FORMATS
 from jaxpage.server.parsing.splitter import CallDelta, Delta, Splitter
 from jaxpage.server.parsing.tools import TOOL_FORMATS

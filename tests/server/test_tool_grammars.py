@@ -13,9 +13,9 @@ from split_text import calls, splitter
 
 from jaxpage.errors import RequestError
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.server.conversation import converse
 from jaxpage.server.openai.chat_protocol import ChatRequest, Function
 from jaxpage.server.openai.protocol import decode
+from jaxpage.server.parsing.conversation import converse
 from jaxpage.server.parsing.dialect import Dialect
 from jaxpage.server.parsing.reasoning import REASONING_FORMATS
 from jaxpage.server.parsing.splitter import Delta

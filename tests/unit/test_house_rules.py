@@ -208,9 +208,7 @@ def test_no_file_is_too_long_to_read() -> None:
 
 
 def test_no_folder_is_too_full_to_survey() -> None:
-    folders = [
-        folder for package in ("jaxpage", "models", "ops") for folder in (ROOT / package, *(ROOT / package).rglob("*/"))
-    ]
+    folders = [folder for package in PACKAGES for folder in (ROOT / package, *(ROOT / package).rglob("*/"))]
     counts = {name_of(folder): len(list(folder.glob("*.py"))) for folder in folders if folder.name != "__pycache__"}
     assert {name: count for name, count in counts.items() if count > MAX_FILES} == {}
 
@@ -237,3 +235,30 @@ def test_no_two_test_files_have_the_same_name() -> None:
     """pytest imports them by it."""
     names = [file.name for file in (ROOT / "tests").rglob("*.py") if file.name != "conftest.py"]
     assert sorted(names) == sorted(set(names))
+
+
+PRIVATE_WORDS = {
+    "told": "packed, reported, or what it is",
+    "at_once": "branch_free",
+    "in_clients_words": "as_client_error",
+    "draw_blueprint": "plan_engine",
+    "spare_the_collector": "freeze_gc",
+    "PatientProtocol": "QueuedProtocol",
+    "Blueprint": "EnginePlan",
+}
+"""Names that were ours alone, and the field's words for them."""
+
+
+def names_in(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        match node:
+            case ast.Name(name) | ast.Attribute(attr=name) | ast.arg(name) | ast.keyword(arg=str(name)):
+                yield name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_names_are_the_fields_and_not_our_own(package: str) -> None:
+    found = {(name_of(file), name) for file in sources(package) for name in names_in(file) if name in PRIVATE_WORDS}
+    assert {f"{file}: {name}: say {PRIVATE_WORDS[name]}" for file, name in found} == set()

@@ -38,8 +38,8 @@ def checked(params: Any, shapes: Any, is_finite: Callable[[jax.Array], jax.Array
     if not any(faults.values()):
         faults["are not finite"] = _not_finite(given, is_finite)
     if any(faults.values()):
-        told = "; ".join(f"{_some(names)} {fault}" for fault, names in faults.items() if names)
-        raise RequestError(f"the weights are not taken, none of them: {told}", "params")
+        reasons = "; ".join(f"{_some(names)} {fault}" for fault, names in faults.items() if names)
+        raise RequestError(f"the weights are not taken, none of them: {reasons}", "params")
     return given
 
 
