@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import logging
 import os
@@ -25,7 +26,11 @@ from jaxpage.server_config import BATCH_OPTIONS, ServerConfig
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Errors that users can mend are one line without a traceback."""
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if "run" not in args:
+        parser.print_help()
+        return 0
     try:
         code: int = args.run(args)
     except JaxpageError as error:
@@ -45,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve large language models with JAX. MODEL is a packaged model (smollm2-135m), a Hugging Face "
         "directory or a GGUF file.",
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"jaxpage {importlib.metadata.version('jaxpage')}")
+    commands = parser.add_subparsers(metavar="COMMAND")
     serve = _command(commands, "serve", _serve, "start the OpenAI-compatible server")
     serve.add_argument("model_argument", nargs="?", metavar="MODEL", help="model to serve (smollm2-135m)")
     serve.add_argument("--model", default=argparse.SUPPRESS, metavar="MODEL", help="the same, as an option")

@@ -5,6 +5,10 @@ sizes of a step, number of blocks) is resolved once by the engine, which logs ea
 """
 
 import dataclasses
+import functools
+import os
+import types
+import typing
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +97,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))  # a list may be given
+        check_types(self)
         object.__setattr__(self, "speculative_config", read_speculative_config(self.speculative_config))
         positive = ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "num_processes")
         for name in (*positive, "max_model_len", "num_blocks"):
@@ -191,3 +195,59 @@ class SizedConfig(EngineConfig):
 def flag(name: str) -> str:
     """How a field is called on the command line."""
     return "--" + name.replace("_", "-")
+
+
+_KINDS: dict[type, str] = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    tuple: "a list of texts",
+    dict: "a mapping",
+}
+
+
+def check_types(config: Any) -> None:
+    """Raises `ConfigError` where a field of a config holds what is not of its type; makes tuples of lists."""
+    for field in dataclasses.fields(config):
+        value: Any = getattr(config, field.name)
+        kind = kind_of(type(config), field.name)
+        if kind is dict or (value is None and field.default is None):
+            continue
+        value = os.fspath(value) if kind is str and isinstance(value, os.PathLike) else value
+        value = list(value) if isinstance(value, tuple) else value
+        try:
+            checked = checked_value(value, kind, flag(field.name))
+            if kind in (str, tuple):
+                object.__setattr__(config, field.name, checked)
+        except ConfigError:
+            if field.repr:
+                raise
+            raise ConfigError(f"{flag(field.name)} must be {_KINDS[kind]}") from None  # a secret is not shown
+
+
+def checked_value(value: Any, kind: type, where: str) -> Any:
+    """`value` as a field of a kind has it. Raises `ConfigError`: `where` is set to something else."""
+    if kind is tuple:
+        texts = [value] if isinstance(value, str) else value
+        if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+            return tuple(texts)
+    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
+        return value
+    raise ConfigError(f"{where} is {value!r}: it must be {_KINDS[kind]}")
+
+
+@functools.cache
+def _hints(config: Any) -> dict[str, Any]:
+    return typing.get_type_hints(config)
+
+
+def kind_of(config: type, name: str) -> type:
+    """What a field's values are: a plain type, `tuple` for a tuple of texts, or `dict` for what has parts."""
+    hint = _hints(config)[name]
+    if isinstance(hint, types.UnionType):
+        hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
+    kind: type = typing.get_origin(hint) or hint
+    return dict if dataclasses.is_dataclass(kind) else kind

@@ -6,24 +6,14 @@ nothing, from the file.
 
 import argparse
 import dataclasses
+import difflib
 import json
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpage.config import flag
+from jaxpage.config import checked_value, flag, kind_of
 from jaxpage.errors import ConfigError
-
-_KINDS: dict[type, str] = {
-    str: "a text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    tuple: "a list of texts",
-    dict: "a mapping",
-}
 
 
 def add_fields(group: Any, config: type, skip: Sequence[str] = ()) -> None:
@@ -31,7 +21,7 @@ def add_fields(group: Any, config: type, skip: Sequence[str] = ()) -> None:
     for field in dataclasses.fields(config):
         if field.name in skip:
             continue
-        kind = _kind_of(config, field.name)
+        kind = kind_of(config, field.name)
         default: Any = field.default
         shown = ",".join(default) if kind is tuple else default
         help_text = field.metadata["help"] + ("" if default in (None, ()) else f" ({shown})")
@@ -78,37 +68,18 @@ def read_config_file(file: str, configs: Sequence[type]) -> dict[str, Any]:
         raise ConfigError(f"--config {file} cannot be read: {error}") from error
     if not isinstance(found, Mapping):
         raise ConfigError(f"--config {file} holds no options: write one a line, such as port: 8000")
-    kinds = {field.name: _kind_of(config, field.name) for config in configs for field in dataclasses.fields(config)}
+    kinds = {field.name: kind_of(config, field.name) for config in configs for field in dataclasses.fields(config)}
     options: dict[str, Any] = {}
     for key, value in found.items():
         name = str(key).replace("-", "_")
         if name not in kinds:
-            raise ConfigError(f"--config {file} has the key {key!r}, which is no option: see jaxpage serve --help")
+            near = difflib.get_close_matches(name, kinds, 1)
+            meant = f"; did you mean {near[0].replace('_', '-')}?" if near else ": see jaxpage serve --help"
+            raise ConfigError(f"--config {file} has the key {key!r}, which is no option{meant}")
         if name in options:
             raise ConfigError(f"--config {file} has {key!r} twice, with a dash and with an underscore")
-        options[name] = _checked(value, kinds[name], f"--config {file}: {key}")
+        options[name] = checked_value(value, kinds[name], f"--config {file}: {key}")
     return options
-
-
-def _checked(value: Any, kind: type, where: str) -> Any:
-    if kind is tuple:
-        texts = [value] if isinstance(value, str) else value
-        if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
-            return tuple(texts)
-    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    elif isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
-        return value
-    raise ConfigError(f"{where} is {value!r}: it must be {_KINDS[kind]}")
-
-
-def _kind_of(config: type, name: str) -> type:
-    """What a field's values are: a plain type, `tuple` for a tuple of texts, or `dict` for what has parts."""
-    hint = typing.get_type_hints(config)[name]
-    if isinstance(hint, types.UnionType):
-        hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
-    kind: type = typing.get_origin(hint) or hint
-    return dict if dataclasses.is_dataclass(kind) else kind
 
 
 def _texts(given: str) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpage.config import flag, option
+from jaxpage.config import check_types, flag, option
 from jaxpage.errors import ConfigError
 
 AUTO = "auto"
@@ -100,6 +100,7 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"{flag('port')} is {self.port}: it must be in [0, 65535]")
         if self.uds is not None and not self.uds:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -83,3 +84,12 @@ def test_what_can_be_served_is_listed(capsys: pytest.CaptureFixture[str]) -> Non
     assert "smollm2-135m" in found["packaged"]
     assert main(["models"]) == 0
     assert "Qwen3ForCausalLM" in capsys.readouterr().out
+
+
+def test_the_bare_command_explains_itself_and_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "serve" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"jaxpage \d+\.\d+\.\d+\S*", capsys.readouterr().out.strip())

@@ -1,12 +1,15 @@
 """Engine and server options: the edges of what is accepted, and what a refusal says."""
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxpage.config import EngineConfig
+from jaxpage.config import EngineConfig, flag
 from jaxpage.errors import ConfigError
+from jaxpage.options import read_config_file
 from jaxpage.server_config import ServerConfig
 
 ENGINE_ACCEPTED: list[tuple[str, list[Any]]] = [
@@ -139,3 +142,39 @@ def test_options_are_frozen_and_each_explains_itself(config: EngineConfig | Serv
 def test_options_are_given_by_name_only() -> None:
     with pytest.raises(TypeError):
         EngineConfig("smollm2-135m")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "must_be"),
+    [
+        ("max_num_seqs", 2.5, "a whole number"),
+        ("max_num_seqs", True, "a whole number"),
+        ("max_model_len", "3", "a whole number"),
+        ("seed", "x", "a whole number"),
+        ("enable_prefix_caching", "false", "true or false"),
+        ("enable_prefix_caching", 1, "true or false"),
+        ("kv_memory_fraction", "0.5", "a number"),
+        ("dtype", 32, "a text"),
+        ("model", None, "a text"),
+        ("logits_processors", [1], "a list of texts"),
+    ],
+)
+def test_values_from_python_are_of_the_options_type(name: str, value: Any, must_be: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag(name)} is {re.escape(repr(value))}: it must be {must_be}"):
+        EngineConfig(**{name: value})
+
+
+def test_values_of_a_near_type_are_taken(tmp_path: Path) -> None:
+    config = EngineConfig(model=tmp_path, kv_memory_fraction=1, logits_processors=["a:b"])  # type: ignore[arg-type]
+    assert (config.model, config.kv_memory_fraction, config.logits_processors) == (str(tmp_path), 1.0, ("a:b",))
+
+
+def test_a_secret_of_another_type_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match=r"^--api-key must be a list of texts$"):
+        ServerConfig(api_key=(7,))  # type: ignore[arg-type]
+
+
+def test_a_key_with_a_slip_says_what_may_be_meant(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("max-num-seq: 3")
+    with pytest.raises(ConfigError, match=r"'max-num-seq', which is no option; did you mean max-num-seqs\?"):
+        read_config_file(str(tmp_path / "c.yaml"), (EngineConfig, ServerConfig))
