@@ -11,10 +11,20 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from jaxpage.errors import RequestError
-from jaxpage.server.openai.chat_protocol import ChatRequest, FunctionName, NamedTool, chat_of
+from jaxpage.server.openai.chat_protocol import (
+    EFFORTS,
+    ChatRequest,
+    FunctionName,
+    NamedTool,
+    chat_of,
+    check_choice,
+    with_effort,
+)
 from jaxpage.server.openai.protocol import GenerationRequest, Int64, Neutral
 from jaxpage.server.parsing.structure import Structure, structure_of_format
 
+_OUTPUT_CONFIG = ("effort", "format")
+_THINKING = ("enabled", "adaptive", "disabled")
 _THOUGHTS = ("thinking", "redacted_thinking")
 """Blocks of the model's own thinking, which it is not shown again."""
 
@@ -32,7 +42,6 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
         "prompt_logprobs": (),
         "stop": (),
         "stream_options": (),
-        "thinking": ({"type": "disabled"},),
         "use_beam_search": (False,),
     }
 
@@ -57,8 +66,11 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
         """As for all requests; the conversation must end with somebody else than the model."""
         super().check()
         self.stop = self.stop_sequences
-        if unknown := sorted(name for name, value in (self.output_config or {}).items() if value and name != "format"):
+        output_config = self.output_config or {}
+        if unknown := sorted(name for name, value in output_config.items() if value and name not in _OUTPUT_CONFIG):
             raise RequestError(f"output_config.{unknown[0]} is not supported: leave it out", "output_config")
+        check_choice("output_config.effort", output_config.get("effort"), EFFORTS)
+        check_choice("thinking.type", (self.thinking or {}).get("type", ""), ("", *_THINKING))
         if not self.messages:
             raise RequestError("messages is empty: a conversation needs at least one", "messages")
         if self.messages[-1].get("role") == "assistant":
@@ -76,9 +88,16 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
             tools=[_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())] or None,
             tool_choice=choice,
             parallel_tool_calls=allows_several,
-            chat_template_kwargs=self.chat_template_kwargs,
-            include_reasoning=self.thinking is None,
+            chat_template_kwargs=self._template_variables(),
+            include_reasoning=(self.thinking or {}).get("type") != "disabled",
         )
+
+    def _template_variables(self) -> dict[str, Any]:
+        """What templates may know of how much to think; those that know nothing of it leave it to the model."""
+        variables = with_effort((self.output_config or {}).get("effort"), self.chat_template_kwargs)
+        if isinstance(budget := (self.thinking or {}).get("budget_tokens"), int):
+            variables = {"thinking_budget": budget} | variables
+        return variables
 
     def conversation(self) -> list[dict[str, Any]]:
         """System prompt and messages for the chat template. Raises `RequestError` naming one that is no part of it."""

@@ -14,8 +14,10 @@ from jaxpage.errors import RequestError
 from jaxpage.server.openai.logprobs import ChatLogprobs
 from jaxpage.server.openai.protocol import NEUTRAL, GenerationRequest, Int64, Neutral, PromptLogprobs, Usage
 
-MAX_TOOLS = 128
-"""Most tools of one request, as OpenAI has it."""
+MAX_TOOLS = 1024
+"""Most tools of one request. Coding agents send more than the 128 that OpenAI takes."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+VERBOSITIES = ("low", "medium", "high")
 TOOL_CHOICES = ("none", "auto", "required")
 _FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _CHAT_NEUTRAL: Neutral = {
@@ -30,10 +32,19 @@ _CHAT_NEUTRAL: Neutral = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
     "web_search_options": (),
 }
+
+
+def with_effort(effort: str | None, variables: dict[str, Any] | None) -> dict[str, Any]:
+    """Variables of a chat template, with how much the model is to reason; what the client sets itself holds."""
+    return ({} if effort is None else {"reasoning_effort": effort}) | (variables or {})
+
+
+def check_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raises `RequestError` unless a field is absent or one of these."""
+    if value is not None and value not in allowed:
+        raise RequestError(f"{field} is {value!r}: it must be one of {', '.join(allowed)}", field.partition(".")[0])
 
 
 class Function(msgspec.Struct, kw_only=True):
@@ -85,6 +96,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: Int64 | None = None
     top_logprobs: Int64 | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    """A variable of the chat template, for those that know it."""
+    verbosity: str | None = None
+    """Taken, as clients send it to any model; it changes nothing."""
     tools: list[dict[str, Any]] | None = None
     """As they came, for the template; `functions` are the same, checked."""
     tool_choice: str | NamedTool | None = None
@@ -101,8 +116,15 @@ class ChatRequest(GenerationRequest, kw_only=True):
             raise RequestError(f"top_logprobs is {self.top_logprobs}, and it needs logprobs=true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The chat template's, without those that the engine sets."""
+        return with_effort(self.reasoning_effort, self.chat_template_kwargs)
+
     def check(self) -> None:
         super().check()
+        check_choice("reasoning_effort", self.reasoning_effort, EFFORTS)
+        check_choice("verbosity", self.verbosity, VERBOSITIES)
         names = {function.name for function in self.functions}
         if isinstance(self.tool_choice, str) and self.tool_choice not in TOOL_CHOICES:
             raise RequestError(

@@ -54,6 +54,7 @@ class Choices:
     head: dict[str, Any]
     """What the reply and every chunk begin with."""
     include_usage: bool
+    continuous_usage: bool
 
     def reply(self, generation: Generation, outputs: list[tuple[int, SequenceDelta]]) -> msgspec.Struct:
         """All choices, or the best of them."""
@@ -77,7 +78,8 @@ class Choices:
             choice = form.view(choice_of(generation, index, output, is_first=index not in begun))
             begun.add(index)
             for step in form.steps(choice):
-                yield form.chunk(**self.head, choices=[step], usage=no_usage)
+                usage = form.count(generation.usage) if self.continuous_usage else no_usage
+                yield form.chunk(**self.head, choices=[step], usage=usage)
         if self.include_usage:
             yield form.chunk(**self.head, choices=[], usage=form.count(generation.usage))
 
@@ -94,7 +96,7 @@ def answer(
     name = f"{form.id_prefix}-{record_of(http_request).request_id}"
     head = {"id": name, "created": int(time.time()), "model": service_of(http_request).model_name}
     asked = Asked.of(request, name, prompts, params, as_client_error)
-    words = Choices(form, head, request.include_usage)
+    words = Choices(form, head, request.include_usage, request.continuous_usage)
     return Answer(http_request, asked, words.reply, words.frames if request.stream else None)
 
 

@@ -124,6 +124,11 @@ class GenerationRequest(ModelRequest, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of the stream carries the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
     def num_logprobs(self) -> int | None:
         """Alternatives to report at each generated token, None for no log-probabilities. Raises `RequestError`."""
         raise NotImplementedError  # each route spells it its own way
@@ -140,11 +145,8 @@ class GenerationRequest(ModelRequest, kw_only=True):
 
     def check(self) -> None:
         """Raises `RequestError` for values that are wrong only together, or that no engine option covers."""
-        if self.stream_options is not None:
-            if not self.stream:
-                raise RequestError("stream_options is only allowed with stream=true", "stream_options")
-            if self.stream_options.continuous_usage_stats:
-                raise RequestError("stream_options.continuous_usage_stats is not supported", "stream_options")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed with stream=true", "stream_options")
         for name, neutral in (_NEUTRAL_IN_BEAM_SEARCH if self.use_beam_search else _NEUTRAL_IN_SAMPLING).items():
             if (value := getattr(self, name, None)) is not None and not _is_among(value, neutral):
                 why = (

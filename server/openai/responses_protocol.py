@@ -9,7 +9,17 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from jaxpage.errors import RequestError
-from jaxpage.server.openai.chat_protocol import TOOL_CHOICES, ChatRequest, FunctionName, NamedTool, chat_of
+from jaxpage.server.openai.chat_protocol import (
+    EFFORTS,
+    TOOL_CHOICES,
+    VERBOSITIES,
+    ChatRequest,
+    FunctionName,
+    NamedTool,
+    chat_of,
+    check_choice,
+    with_effort,
+)
 from jaxpage.server.openai.protocol import GenerationRequest, Int64, Neutral, PromptTokensDetails
 from jaxpage.server.openai.responses_input import messages_of, tool_of
 from jaxpage.server.parsing.structure import Structure, structure_of_format
@@ -31,7 +41,6 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         "n": (1,),
         "prompt": (),
         "prompt_logprobs": (),
-        "reasoning": ({}, {"effort": "none"}, {"effort": None}, {"effort": None, "summary": None}),
         "truncation": ("disabled",),
         "use_beam_search": (False,),
     }
@@ -49,6 +58,8 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    """`effort` is a variable of the chat template; a summary is never made."""
 
     @property
     def structure(self) -> Structure | None:
@@ -69,8 +80,8 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         super().check()
         if unknown := sorted(set(self.include or ()) - {LOGPROBS, "reasoning.encrypted_content"}):
             raise RequestError(f"include holds {unknown[0]!r}: only {LOGPROBS!r} is supported", "include")
-        if (verbosity := (self.text or {}).get("verbosity")) not in (None, "medium"):
-            raise RequestError(f"text.verbosity is {verbosity!r}, and it is not supported: leave it out", "text")
+        check_choice("text.verbosity", (self.text or {}).get("verbosity"), VERBOSITIES)
+        check_choice("reasoning.effort", (self.reasoning or {}).get("effort"), EFFORTS)
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             raise RequestError(
                 f"max_output_tokens is {self.max_output_tokens}: it must be at least 1, or left out for the rest of "
@@ -96,7 +107,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
             tools=[tool_of(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())] or None,
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
-            chat_template_kwargs=self.chat_template_kwargs,
+            chat_template_kwargs=with_effort((self.reasoning or {}).get("effort"), self.chat_template_kwargs),
         )
 
     def messages(self) -> list[dict[str, Any]]:

@@ -91,7 +91,7 @@ def converse(
     """The request in the engine's terms. params: what a route of another shape says besides the chat itself."""
     functions = request.callable_functions
     token_ids = engine.encode_chat(
-        request.messages, tools=_told_tools(request), chat_template_kwargs=request.chat_template_kwargs
+        request.messages, tools=_told_tools(request), chat_template_kwargs=request.template_variables
     )
     prompt_end = engine.decode(token_ids[-NUM_PROMPT_END_TOKENS:], skip_special_tokens=False)
     tools = dialect.tools if functions and dialect.reads_unforced_calls else None

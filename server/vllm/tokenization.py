@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.errors import RequestError
+from jaxpage.server.openai.chat_protocol import chat_of
 from jaxpage.server.openai.protocol import Int64, ModelRequest, Neutral
 from jaxpage.server.service import encode, read_request, service_of
 
@@ -21,7 +22,6 @@ class TokenizeRequest(ModelRequest, kw_only=True):
         "chat_template": (),
         "continue_final_message": (False,),
         "mm_processor_kwargs": (),
-        "tools": ([],),
     }
 
     prompt: str | None = None
@@ -29,6 +29,7 @@ class TokenizeRequest(ModelRequest, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
     def check(self) -> None:
@@ -40,6 +41,8 @@ class TokenizeRequest(ModelRequest, kw_only=True):
                 "add_special_tokens is true, and the chat template adds them already: leave it out",
                 "add_special_tokens",
             )
+        if self.tools:
+            chat_of(self.messages or [], tools=self.tools, tool_choice="auto").check()
 
 
 class Tokens(msgspec.Struct, kw_only=True):
@@ -77,6 +80,7 @@ async def tokenize(http_request: Request) -> Response:
                 request.messages,
                 add_generation_prompt=request.add_generation_prompt is not False,
                 chat_template_kwargs=request.chat_template_kwargs,
+                tools=request.tools or None,
             )
         return engine.encode(request.prompt or "", request.add_special_tokens is not False)
 

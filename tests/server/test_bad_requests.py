@@ -109,11 +109,6 @@ def test_a11_a_wrong_value_is_refused_by_the_fields_name(
         (CHAT, {**VALID[CHAT], "logprobs": True, "top_logprobs": 21}, "logprobs"),
         (CHAT, {**VALID[CHAT], "logprobs": True, "top_logprobs": "3"}, "top_logprobs"),
         (CHAT, {**VALID[CHAT], "stream": True, "prompt_logprobs": 2}, "prompt_logprobs"),
-        (
-            COMPLETIONS,
-            {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}},
-            "stream_options",
-        ),
     ],
 )  # fmt: skip
 def test_a11_missing_and_misshapen_fields_are_named(
@@ -151,7 +146,7 @@ def test_a11_missing_and_misshapen_fields_are_named(
         (CHAT, "tool_choice", {"type": "function", "function": {"name": "f"}}), (CHAT, "echo", True),
         (CHAT, "functions", [{"name": "f"}]), (CHAT, "continue_final_message", True),
         (CHAT, "add_generation_prompt", False),
-        (CHAT, "reasoning_effort", "high"), (CHAT, "modalities", ["text", "audio"]),
+        (CHAT, "reasoning_effort", "huge"), (CHAT, "verbosity", "loud"), (CHAT, "modalities", ["text", "audio"]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,5 +1,7 @@
 """/v1/chat/completions as OpenAI's clients know it, through real HTTP."""
 
+import json
+
 import httpx
 import pytest
 from conftest import events
@@ -197,3 +199,27 @@ def test_priority_and_cache_salt_reach_the_engine(client: httpx.Client, engine: 
     chat(client, priority=-3, cache_salt="tenant")
     chat(client)
     assert engine.seen_options == [{"priority": -3, "cache_salt": "tenant"}, {"priority": 0, "cache_salt": None}]
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh"])
+def test_how_much_to_reason_is_a_variable_of_the_template(
+    client: httpx.Client, engine: FakeEngine, effort: str
+) -> None:
+    body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "verbosity": "low"}
+    answer = client.post("/v1/chat/completions", json=body | {"reasoning_effort": effort})
+    assert answer.status_code == 200, answer.text
+    assert engine.seen_template_kwargs[-1]["reasoning_effort"] == effort
+    answer = client.post("/v1/responses", json={"input": "hello", "reasoning": {"effort": effort, "summary": "auto"}})
+    assert answer.status_code == 200, answer.text
+    assert engine.seen_template_kwargs[-1]["reasoning_effort"] == effort
+
+
+def test_each_chunk_carries_the_usage_so_far_where_that_is_asked_for(client: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "stream_options": options}
+    lines = client.post("/v1/chat/completions", json=body).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] > 0
+    assert chunks[-1]["choices"] == []

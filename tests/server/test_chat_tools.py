@@ -225,7 +225,7 @@ BAD_CALLS: list[Any] = [
         ("tools", {"tools": [function(parameters=[])]}, "array"),
         ("tools", {"tools": [function(parameters={"type": "string"})]}, "string"),
         ("tools", {"tools": [function(description=5)]}, "int"),
-        ("tools", {"tools": [function(f"f{index}") for index in range(129)]}, "128"),
+        ("tools", {"tools": [function(f"f{index}") for index in range(1025)]}, "1024"),
         ("tools", {"tools": ["f"]}, "str"),
         ("tools", {"tools": [function(parameters={"$ref": "#/nowhere"})], "tool_choice": "required"}, "enforced"),
         ("tools", {"tools": [function(parameters={"anyOf": [5]})], "tool_choice": "required"}, "enforced"),

@@ -142,10 +142,10 @@ def test_a_stream_that_fails_ends_with_an_error_event(client: httpx.Client, engi
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0] is of type 'bash_20250124'"),
         ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call, and there are no tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.type is 'tool'"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
+        ({"thinking": {"type": "maybe"}}, "thinking.type is 'maybe': it must be one of"),
         ({"stop": ["x"]}, "stop is not supported"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is missing"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort is not supported"),
+        ({"output_config": {"effort": "huge"}}, "output_config.effort is 'huge': it must be one of"),
         ({"temperature": 3}, "temperature is 3"),
         ({"messages": [{"role": "user", "content": "x" * 100}]}, "max_model_len is 64"),
     ],
@@ -179,3 +179,31 @@ def test_counting_needs_no_max_tokens_and_starts_nothing(client: httpx.Client, e
         "input_tokens": len("<user>hello<bot>")
     }
     assert engine.seen_params == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"thinking_budget": 1024}),
+        ({"thinking": {"type": "adaptive"}}, {}),
+        ({"thinking": {"type": "disabled"}}, {}),
+        ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
+        (
+            {"output_config": {"effort": "high"}, "chat_template_kwargs": {"reasoning_effort": "low"}},
+            {"reasoning_effort": "low"},
+        ),
+    ],
+)
+def test_what_coding_agents_send_is_taken(
+    client: httpx.Client, engine: FakeEngine, fields: dict[str, Any], variables: dict[str, Any]
+) -> None:
+    create(client, **fields)
+    assert {name: engine.seen_template_kwargs[-1].get(name) for name in variables} == variables
+    counted = client.post(f"{URL}/count_tokens", json={"messages": HELLO} | fields)
+    assert counted.status_code == 200, counted.text
+
+
+def test_many_tools_are_taken(client: httpx.Client) -> None:
+    tools = [{"name": f"f{index}", "input_schema": {"type": "object"}} for index in range(300)]
+    counted = client.post(f"{URL}/count_tokens", json={"messages": HELLO, "tools": tools})
+    assert counted.json()["input_tokens"] > 300

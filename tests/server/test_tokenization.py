@@ -36,6 +36,14 @@ def test_a_chat_goes_through_the_template(client: httpx.Client, engine: FakeEngi
     assert engine.seen_template_kwargs[-1] == {"add_generation_prompt": False}
 
 
+def test_a_chat_with_tools_has_the_tokens_that_it_would_have(client: httpx.Client, engine: FakeEngine) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    plain, with_tools = (
+        client.post("/tokenize", json={"messages": HELLO} | more).json()["count"] for more in ({}, {"tools": tools})
+    )
+    assert with_tools > plain
+
+
 @pytest.mark.parametrize("add_special_tokens", [None, True, False])
 def test_special_tokens_are_added_unless_unwanted(add_special_tokens: bool | None) -> None:
     body = {"prompt": "hi", "add_special_tokens": add_special_tokens}
