@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxpage.config import check_types, flag, option
 from jaxpage.errors import ConfigError
+from jaxpage.sampling_params import MAX_LOGPROBS
 
 AUTO = "auto"
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "pythonic", "json")
@@ -55,6 +56,10 @@ class ServerConfig:
     max_request_bytes: int = option(16 * 2**20, "longest body of a request; a longer one gets a 413")
     max_num_waiting: int | None = option(
         None, "most requests that wait for one of the max_num_seqs places, others get a 429; default: no limit"
+    )
+    max_logprobs: int = option(
+        20,
+        "most alternatives whose log-probabilities a request may ask for at each token; -1: the whole vocabulary, too",
     )
     request_timeout: float | None = option(
         None, "seconds that a request may take in all, its wait included, before it gets a 504; default: no limit"
@@ -107,6 +112,8 @@ class ServerConfig:
             raise ConfigError(f"{flag('uds')} is empty: give a path, or leave it out")
         if self.uds_mode and not re.fullmatch("0?[0-7]{3}", self.uds_mode):
             raise ConfigError(f"{flag('uds_mode')} is {self.uds_mode!r}: it must be three octal digits, such as 660")
+        if not -1 <= self.max_logprobs <= MAX_LOGPROBS:
+            raise ConfigError(f"{flag('max_logprobs')} is {self.max_logprobs}: it must be in [-1, {MAX_LOGPROBS}]")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"{flag('root_path')} is {self.root_path!r}: it must start with / and not end with it")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:

@@ -104,6 +104,7 @@ async def admitted(http_request: Request, asked: Asked) -> AsyncIterator[Generat
     """All prompts run meanwhile, or none; what they hold is freed afterwards. Raises what refuses them."""
     service = service_of(http_request)
     try:
+        _check_logprobs(asked.params, service.config.max_logprobs)
         try:
             await service.engine.prepare(asked.params)
         except RequestError as error:  # it knows nothing of the request's field
@@ -116,6 +117,19 @@ async def admitted(http_request: Request, asked: Asked) -> AsyncIterator[Generat
     record_of(http_request).generation = generation
     with contextlib.closing(generation):
         yield generation
+
+
+def _check_logprobs(params: SamplingParams | BeamSearchParams | PoolingParams, most: int) -> None:
+    """Raises `RequestError` for more alternatives at each token than the server gives: each is an object to write."""
+    if most == -1 or not isinstance(params, SamplingParams):
+        return
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted: int | None = getattr(params, name)
+        if wanted is not None and (wanted == -1 or wanted > most):
+            shown = "-1, the whole vocabulary" if wanted == -1 else wanted
+            raise RequestError(
+                f"{name} is {shown}, and this server gives {most}: lower it or raise --max-logprobs", name
+            )
 
 
 class Answer(Response):

@@ -115,3 +115,19 @@ def test_a_bodys_longest_length_is_an_option() -> None:
     refused = asgi(engine, "POST", COMPLETIONS, app=app, json={"prompt": "x" * 100})
     assert refused.status_code == 413
     assert "--max-request-bytes" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("most", "wanted", "status"), [(20, 20, 200), (20, -1, 400), (5, 6, 400), (5, 5, 200), (-1, -1, 200)]
+)
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_a_request_gets_no_more_log_probabilities_than_the_server_gives(
+    field: str, most: int, wanted: int, status: int
+) -> None:
+    engine = ready_engine()
+    app = build_app(engine, ServerConfig(max_logprobs=most))  # type: ignore[arg-type]
+    answer = asgi(engine, "POST", "/v1/completions", app=app, json={"prompt": "hello", field: wanted})
+    assert answer.status_code == status, answer.text
+    if status == 400:
+        assert answer.json()["error"]["param"] == field
+        assert "raise --max-logprobs" in answer.json()["error"]["message"]
