@@ -120,6 +120,8 @@ class Client:
         match message:
             case wire.Ready() as limits:
                 self._limits, self.stats = limits, limits.stats
+                if self._metrics is not None:
+                    self._metrics.take_stats(limits.stats, [])
             case wire.Outputs():
                 self.stats = message.stats
                 if self._metrics is not None:

@@ -343,17 +343,28 @@ class LLM:
 
 
 class FairLock:
-    """A lock that whoever waits gets before the one that has just given it up."""
+    """A lock that whoever waits gets before the one that has just given it up.
+
+    Its owner may take it again: a stream that nobody reads any more is closed wherever Python collects garbage.
+    """
 
     def __init__(self) -> None:
         self._next, self._held = threading.Lock(), threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
 
     def __enter__(self) -> None:
-        with self._next:
-            self._held.acquire()
+        if self._owner != threading.get_ident():
+            with self._next:
+                self._held.acquire()
+            self._owner = threading.get_ident()
+        self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        self._held.release()
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._held.release()
 
 
 class _Inbox:

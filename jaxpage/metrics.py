@@ -88,6 +88,12 @@ class Metrics:
             ("model_name", "finished_reason"),
             registry=self._registry,
         )
+        self._responses = Counter(
+            PREFIX + "http_responses",
+            "responses of the server, by status; 499: the client had left",
+            ("model_name", "status"),
+            registry=self._registry,
+        )
         self._step_tokens = self._histogram("iteration_tokens_total", "tokens of a step", _STEP_TOKENS)
         self._first_token = self._histogram("time_to_first_token_seconds", "arrival to first token", _LATENCIES)
         self._token_gap = self._histogram("inter_token_latency_seconds", "gap between two tokens", _TOKEN_GAPS)
@@ -164,6 +170,10 @@ class Metrics:
                 histogram.observe(seconds)
         if metrics.decode_time is not None and num_generated > 1:
             self._per_token.observe(metrics.decode_time / (num_generated - 1))
+
+    def take_response(self, status: int) -> None:
+        """The server has answered a request."""
+        self._responses.labels(model_name=self._model_name, status=str(status)).inc()
 
     def _gauge(self, name: str, text: str) -> Gauge:
         gauge = Gauge(PREFIX + name, text, ("model_name",), registry=self._registry)

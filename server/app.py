@@ -36,7 +36,7 @@ def build_app(engine: "AsyncEngine", config: ServerConfig) -> Starlette:
     routes = routes_of(config)
     app = Starlette(
         routes=as_starlette(routes),
-        middleware=_middleware(config, routes),
+        middleware=_middleware(engine, config, routes),
         exception_handlers={
             ApiError: _answer_error,
             RequestError: _answer_error,
@@ -52,7 +52,7 @@ def build_app(engine: "AsyncEngine", config: ServerConfig) -> Starlette:
     return app
 
 
-def _middleware(config: ServerConfig, routes: tuple[ServedRoute, ...]) -> list[Middleware]:
+def _middleware(engine: "AsyncEngine", config: ServerConfig, routes: tuple[ServedRoute, ...]) -> list[Middleware]:
     """What every request passes, from the outside in: browsers ask without a key what they may do."""
     found = [
         Middleware(
@@ -60,6 +60,7 @@ def _middleware(config: ServerConfig, routes: tuple[ServedRoute, ...]) -> list[M
             enabled=config.log_requests,
             unlogged=unlogged_paths(routes),
             anthropic=anthropic_paths(routes),
+            count=engine.metrics.take_response,
         )
     ]
     if config.allowed_origins:

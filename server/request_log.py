@@ -9,6 +9,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +53,14 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Middleware that gives requests their record, and logs them."""
+    """Middleware that gives requests their record, and logs and counts them."""
 
-    def __init__(self, app: ASGIApp, *, enabled: bool, unlogged: Paths, anthropic: Paths) -> None:
+    def __init__(
+        self, app: ASGIApp, *, enabled: bool, unlogged: Paths, anthropic: Paths, count: Callable[[int], None]
+    ) -> None:
+        """`count` takes the status of each response, of those that are not logged as well."""
         self._app = app
+        self._count = count
         self._unlogged, self._anthropic = unlogged, anthropic
         self._enabled = enabled
 
@@ -81,6 +86,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
+            self._count(status)
             if is_logged:
                 logger.info("%s", json.dumps(_line(scope, record, status), ensure_ascii=True))
 

@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 import pytest
-from conftest import asgi
+from conftest import asgi, ready_engine
 from fake_engine import FakeEngine
 
 from jaxpage.server.app import build_app
@@ -67,3 +67,13 @@ def test_a_draining_server_refuses_new_requests() -> None:
             return await client.post("/v1/completions", json={"prompt": "a"})
 
     assert asyncio.run(ask()).json()["error"]["code"] == "shutting_down"
+
+
+def test_responses_are_counted_by_their_status() -> None:
+    engine = ready_engine()
+    app = build_app(engine, ServerConfig())  # type: ignore[arg-type]
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/completions", {}), ("/v1/nowhere", {})):
+        asgi(engine, "POST", path, app=app, json=body)
+    text = asgi(engine, "GET", "/metrics", app=app).text
+    for status in (200, 400, 404):
+        assert f'jaxpage:http_responses_total{{model_name="fake",status="{status}"}} 1.0' in text

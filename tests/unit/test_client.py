@@ -3,12 +3,14 @@
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import pytest
 from frontends import LIMITS, TOKENIZER, opened
 
 from jaxpage import EngineDeadError, ModelLoadError, RequestError, SamplingParams, wire
 from jaxpage.client import Client
 from jaxpage.errors import JaxpageError
+from jaxpage.metrics import Metrics
 from jaxpage.outputs import RequestDelta
 
 
@@ -119,3 +121,10 @@ def test_what_keeps_the_engine_from_starting_keeps_its_kind() -> None:
     client.take(wire.Dead("ModelLoadError", "no such folder"))
     assert isinstance(client.death, ModelLoadError)
     assert not client.is_ready
+
+
+def test_how_the_engine_stands_is_counted_before_its_first_request() -> None:
+    metrics = Metrics("m")
+    client = Client(lambda message: None, metrics)
+    client.take(msgspec.structs.replace(LIMITS, stats={"num_programs": 7.0}))
+    assert b'jaxpage:num_programs{model_name="m"} 7.0' in metrics.render()

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,7 @@ import tiny
 from jaxpage import LLM, RequestOutput, SamplingParams
 from jaxpage.client import Client
 from jaxpage.engine.core import EngineCore
+from jaxpage.llm import FairLock
 from jaxpage.scheduler.scheduler import Scheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -145,3 +147,32 @@ def test_a_fork_cannot_use_the_engine_and_does_not_end_it(tiny_options: dict[str
     assert told.startswith("EngineDeadError this LLM belongs to process ")
     assert "spawn" in told
     assert answered == "3"
+
+
+def test_a_lock_goes_to_whoever_waits_and_again_to_its_owner() -> None:
+    lock, order = FairLock(), list[str]()
+    is_waiting = threading.Event()
+
+    def other() -> None:
+        is_waiting.set()
+        with lock:
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with lock, lock:
+        thread.start()
+        is_waiting.wait(60)
+        while not lock._next.locked():
+            pass
+    with lock:  # given up for a moment: the other one comes first
+        order.append("owner")
+    thread.join(60)
+    assert order == ["other", "owner"]
+
+
+def test_a_stream_that_is_dropped_while_another_runs_ends_its_request(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True))
+    next(stream)
+    for _ in llm.stream(PROMPTS[1], GREEDY):
+        stream = iter(())  # type: ignore[assignment]
+    assert llm.kv_cache_snapshot()["num_used"] == 0
