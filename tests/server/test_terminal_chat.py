@@ -34,12 +34,11 @@ class Terminal:
         self._ours, theirs = pty.openpty()
         self.shown = ""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxpage", "chat", *arguments],
+            [sys.executable, "-c", _TAKE_TERMINAL, "-m", "jaxpage", "chat", *arguments],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            preexec_fn=_take_terminal,
             env={**os.environ, "XDG_STATE_HOME": str(home), "TERM": "xterm", "INPUTRC": "/dev/null"},
         )
         os.close(theirs)
@@ -66,11 +65,13 @@ class Terminal:
         os.close(self._ours)
 
 
-def _take_terminal() -> None:
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C is a signal
+_TAKE_TERMINAL = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+"""So that Ctrl-C is a signal, also in a run that was started in the background."""
 
 
 @pytest.fixture

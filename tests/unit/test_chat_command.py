@@ -257,6 +257,7 @@ def test_a_url_may_end_in_v1_and_the_key_is_sent() -> None:
     assert connection._headers["Authorization"] == "Bearer secret"
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_at_the_prompt_gives_up_a_line_and_at_other_times_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     presses = iter(["\x03", "hello", "\x04"])
 

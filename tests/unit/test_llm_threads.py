@@ -63,6 +63,7 @@ def test_calls_and_streams_of_other_threads_go_on_meanwhile(llm: LLM) -> None:
         assert list(pool.map(work, range(18))) == [expected, expected, None] * 6
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(("owner", "method"), [(EngineCore, "step"), (Scheduler, "update"), (Client, "take")])
 def test_ctrl_c_within_a_step_ends_the_call_and_the_next_works(
     tiny_options: dict[str, Any], quick_compiles: None, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str
