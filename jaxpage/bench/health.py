@@ -28,12 +28,14 @@ def watched(base_url: str) -> Iterator[list[float]]:
     command = [sys.executable, "-m", "jaxpage.bench.health", base_url]
     times: list[float] = []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.readline()  # it has begun
         try:
             yield times
         finally:
-            said, _ = process.communicate()
+            process.stdin.close()
+            said = process.stdout.read()  # `communicate` would lose what came with the first line
         try:
             times += json.loads(said)
         except ValueError:

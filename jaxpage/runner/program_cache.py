@@ -55,6 +55,7 @@ class ProgramCache:
         self._devices = list(mesh.devices.flat)
         self._environment = environment(mesh)
         self._lock = threading.Lock()
+        self._saving = threading.Lock()
         self._unsaved: list[tuple[Path, jax.stages.Compiled]] = []
         self.stats = CompileStats()
 
@@ -100,19 +101,23 @@ class ProgramCache:
     def save(self) -> None:
         """Write what was compiled since the last time.
 
-        A folder that cannot be written to, or a disk that is full, costs the next start its time and no request its
-        answer. Raises `OSError` with `must_keep` alone.
+        A folder that cannot be written to, a disk that is full, or a program that XLA cannot write costs the next start
+        its time and no request its answer. Raises such an error with `must_keep` alone. One thread saves at a time.
         """
-        with self._lock:
-            unsaved, self._unsaved = self._unsaved, []
-        for path, program in unsaved:
-            try:
-                _save(path, program)
-            except OSError as error:
-                if self._must_keep:
-                    raise
-                logger.warning("compiled programs cannot be kept, and the next start compiles them again: %s", error)
-                return
+        with self._saving:
+            with self._lock:
+                unsaved, self._unsaved = self._unsaved, []
+            for path, program in unsaved:
+                try:
+                    _save(path, program)
+                except Exception as error:
+                    if self._must_keep:
+                        raise
+                    logger.warning(
+                        "compiled programs cannot be kept, and the next start compiles them again: %s: %s",
+                        *(type(error).__name__, error),
+                    )
+                    return
 
     def _load(self, path: Path) -> jax.stages.Compiled | None:
         if not path.exists():
