@@ -5,6 +5,7 @@ that are best for them (`hold`), and goes on when there is nothing to do, when a
 program that is missing, or when somebody waits for one.
 """
 
+import contextlib
 import logging
 import os
 import sys
@@ -239,4 +240,5 @@ def _jobs_of(plan: EnginePlan) -> dict[Stage, list[Job]]:
 def _give_way() -> None:
     """Let steps have the cores that this thread would compile on; threads have their own priority on Linux alone."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        with contextlib.suppress(OSError):  # where it gives way still more, it may not give way less
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
