@@ -49,4 +49,6 @@ def test_a_users_own_model_gives_over_http_what_it_gives_offline(
 def test_a_model_without_a_tokenizer_is_refused_with_the_option_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(OWN))
     with server_process("-m", "jaxpage", "serve", "own_model:make", "--port=0") as server:
-        server.wait_until(lambda: "--tokenizer" in server.output, GUARD_SECONDS)
+        assert server.wait(GUARD_SECONDS) == 1
+    assert "own_model:make" in server.output
+    assert "give --tokenizer" in server.output

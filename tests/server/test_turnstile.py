@@ -235,6 +235,7 @@ def test_a_client_that_stops_sending_is_cut_off(begins: bytes) -> None:
             writer.write(begins)
             with contextlib.suppress(ConnectionError):
                 await asyncio.wait_for(reader.read(), 30)
+            assert reader.at_eof() or reader.exception() is not None, "the server has closed the connection"
 
     asyncio.run(run())
 
@@ -258,7 +259,7 @@ def test_a_client_that_reads_nothing_is_cut_off() -> None:
             _, writer = await here.connect()
             writer.transport.pause_reading()  # type: ignore[attr-defined]
             writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
-            await asyncio.wait_for(left.wait(), 30)
+            assert await asyncio.wait_for(left.wait(), 30), "the application hears that its client is gone"
 
     asyncio.run(run())
 

@@ -96,6 +96,7 @@ def test_without_a_quiet_moment_one_is_made_now_and_then(
     for count in range(2, 6):
         programs.hold(True)
         cache.wait_for(count)
+    assert cache.made == [0, 1, 2, 3, 4]
 
 
 def test_a_program_that_cannot_be_compiled_is_told_and_the_others_follow(
